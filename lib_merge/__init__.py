@@ -1,0 +1,49 @@
+"""Merge checkpoints by streaming: exact, reproducible, verifiable, in a few hundred MB of memory.
+
+Importing this package loads no torch; it is loaded when tensors are first computed.
+"""
+
+from .errors import (
+    CancelledError,
+    FileError,
+    MergeError,
+    NumberError,
+    OutputError,
+    PlanError,
+    Problem,
+    RecipeError,
+)
+from .events import CancelToken, Progress
+from .execute import Result
+from .inspection import inspect
+from .job import Job
+from .merge import convert, merge, run
+from .plan import Plan, make_plan
+from .recipe import Recipe
+from .verify import Verified, verify
+from .version import __version__
+
+__all__ = [
+    "CancelToken",
+    "CancelledError",
+    "FileError",
+    "Job",
+    "MergeError",
+    "NumberError",
+    "OutputError",
+    "Plan",
+    "PlanError",
+    "Problem",
+    "Progress",
+    "Recipe",
+    "RecipeError",
+    "Result",
+    "Verified",
+    "__version__",
+    "convert",
+    "inspect",
+    "make_plan",
+    "merge",
+    "run",
+    "verify",
+]

@@ -1,0 +1,7 @@
+"""`python -m lib_merge` is the command line."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,49 @@
+"""`open_model`: a path to a `Source`, by what the file or folder holds and not by its name."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from ..errors import FileError
+from .folders import open_folder
+from .source import Part, Source
+from .weights import read_weights
+
+OUTPUT_SUFFIX = ".safetensors"
+
+
+def open_model(path: Path | str) -> Source:
+    """Open a checkpoint, LoRA or model folder; reads headers only and imports no torch.
+
+    Args:
+        path: a `.safetensors` file, a `.ckpt`/`.pt`/`.bin` pickle, or a folder (HF shards with index, diffusers, MLX).
+
+    Raises:
+        FileError: it is missing, of another kind, cut off, or breaks its format.
+    """
+    path = Path(path)
+    if os.path.isdir(path):
+        return open_folder(path)
+    if not os.path.lexists(path):
+        raise FileError("no such file or folder", file=path, hint=_similar(path))
+    return open_file(path)
+
+
+def open_file(path: Path) -> Source:
+    """Open one weights file; see `open_model`."""
+    found = read_weights(path)
+    name = path.name if found.kind == "safetensors" else path.with_suffix(OUTPUT_SUFFIX).name
+    part = Part(name, "", tuple(found.tensors), found.metadata)
+    return Source(path, found.kind, (path,), found.tensors, dict(found.metadata), (part,), notes=found.notes)
+
+
+def _similar(path: Path) -> str | None:
+    """A file of nearly the same name in the same folder, as a hint."""
+    try:
+        names = os.listdir(path.parent)
+    except (OSError, ValueError):
+        return None
+    close = difflib.get_close_matches(path.name, names, 1)
+    return f"did you mean {close[0]}?" if close else None

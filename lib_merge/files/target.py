@@ -1,0 +1,75 @@
+"""What can be known about an output path before any work: name, folder, room, and whether it is an input."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ..errors import Problem
+from .open import OUTPUT_SUFFIX
+
+# `.NAME.lib_merge-PID-HEX.part` must fit into one directory entry too.
+_LONGEST_NAME_BYTES = 255 - len("..lib_merge-4194304-01234567.part")
+
+
+def numbered(target: Path) -> Path:
+    """The target itself, or NAME_1, NAME_2 … : the first that does not exist."""
+    candidate, count = target, 0
+    while candidate.exists() or candidate.is_symlink():
+        count += 1
+        candidate = target.with_name(f"{target.stem}_{count}{target.suffix}")
+    return candidate
+
+
+def target_problems(
+    target: Path, *, folder: bool, overwrite: bool, inputs: Mapping[str, Path], size_bytes: int
+) -> Iterator[Problem]:
+    """Everything that would keep a run from publishing at `target`.
+
+    Args:
+        target: output file, or folder when `folder`.
+        folder: the output is a model folder.
+        overwrite: an existing output may be replaced.
+        inputs: slot name -> input path.
+        size_bytes: bytes that will be written.
+    """
+
+    def error(what: str, hint: str | None = None) -> Problem:
+        return Problem("error", what, file=str(target), hint=hint)
+
+    if not target.name:
+        yield error("the output has no name", "give a file name after -o")
+        return
+    if not folder and target.suffix != OUTPUT_SUFFIX:
+        yield error("the output's name must end in .safetensors", f"write {target.name}.safetensors")
+    if folder and target.suffix == OUTPUT_SUFFIX:
+        yield error("model A is a folder, so the output is a folder too", f"write {target.stem}")
+    if len(target.name.encode()) > _LONGEST_NAME_BYTES:
+        yield error(f"the output's name is longer than {_LONGEST_NAME_BYTES} bytes", "choose a shorter name")
+    yield from _input_problems(target, inputs)
+    if (target.exists() or target.is_symlink()) and not overwrite:
+        yield error("the output exists", "choose another name, or --overwrite, or --number")
+    if target.exists() and target.is_dir() != folder:
+        yield error(f"the output exists and is a {'folder' if target.is_dir() else 'file'}", "choose another name")
+    if not target.parent.is_dir():
+        yield error("the output's folder does not exist", f"make it first: {target.parent}")
+        return
+    if not os.access(target.parent, os.W_OK):
+        yield error("the output's folder cannot be written to", "choose another folder or change its permissions")
+        return
+    free = shutil.disk_usage(target.parent).free
+    if free < size_bytes:
+        yield error(
+            f"not enough room: {size_bytes / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free",
+            "free some space or choose a folder on another disk",
+        )
+
+
+def _input_problems(target: Path, inputs: Mapping[str, Path]) -> Iterator[Problem]:
+    for slot, path in inputs.items():
+        if target.exists() and path.exists() and os.path.samefile(target, path):
+            yield Problem(
+                "error", f"the output would replace input {slot}", file=str(target), hint="choose another name"
+            )

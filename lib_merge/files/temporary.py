@@ -1,0 +1,121 @@
+"""Temporary names in the target folder, and the sweep of those whose process is dead.
+
+`.NAME.lib_merge-PID-HEX.part` is an output that is being written. The same with `.old` is an output folder that is
+being replaced: it stands aside for the moment between two renames.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_NAME = re.compile(r"\.(.+)\.lib_merge-([0-9]+)-[0-9a-f]+\.(part|old)", re.DOTALL)
+_ACTIVE: set[str] = set()
+
+
+def temporary_beside(target: Path) -> Path:
+    """A new name `.NAME.lib_merge-PID-HEX.part` in the target's folder; this process counts it as in use."""
+    return _beside(target, "part")
+
+
+def set_aside(target: Path) -> Path:
+    """Rename a folder that is about to be replaced; returns where it is, until `put_back` or `drop`."""
+    aside = _beside(target, "old")
+    try:
+        os.rename(target, aside)
+    except OSError:
+        _ACTIVE.discard(aside.name)
+        raise
+    return aside
+
+
+def put_back(aside: Path, target: Path) -> None:
+    """Undo `set_aside`."""
+    os.rename(aside, target)
+    _ACTIVE.discard(aside.name)
+
+
+def drop(aside: Path, target: Path) -> None:
+    """Delete what was set aside, under a name that no sweep takes for a folder to be put back."""
+    doomed = temporary_beside(target)
+    with suppress(OSError):
+        os.rename(aside, doomed)
+        _ACTIVE.discard(aside.name)
+    remove(doomed)
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    path = target.parent / f".{target.name}.lib_merge-{os.getpid()}-{secrets.token_hex(4)}.{suffix}"
+    _ACTIVE.add(path.name)
+    return path
+
+
+def remove(path: Path) -> None:
+    """Delete a temporary file or folder if it is there, and forget its name. Never raises; a sweep comes later."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)
+    _ACTIVE.discard(path.name)
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Delete what dead runs left in a folder, and put back a folder whose replacement never got its name.
+
+    Returns:
+        what was deleted. Never raises.
+    """
+    swept = []
+    try:
+        items = [folder / name for name in os.listdir(folder)]
+    except OSError:
+        return []
+    for item in items:
+        match = _NAME.fullmatch(item.name)
+        if not match or item.name in _ACTIVE or _is_other_live_process(int(match[2])):
+            continue
+        name = folder / match[1]
+        if match[3] == "old" and not os.path.lexists(name):
+            with suppress(OSError):
+                os.rename(item, name)
+            continue
+        remove(item)
+        if not os.path.lexists(item):
+            swept.append(item)
+    return swept
+
+
+def _is_other_live_process(pid: int) -> bool:
+    """True when another process of that number runs (our own number, not in use here, is an earlier life's)."""
+    if pid == os.getpid():
+        return False
+    if sys.platform == "win32":
+        return _windows_alive(pid)
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _windows_alive(pid: int) -> bool:
+    """`os.kill(pid, 0)` would send Ctrl-C on Windows, so the process is opened instead."""
+    import ctypes
+
+    query_limited_information, still_active = 0x1000, 259
+    kernel = ctypes.windll.kernel32  # type: ignore[attr-defined, unused-ignore]
+    handle = kernel.OpenProcess(query_limited_information, False, pid)
+    if not handle:
+        return False
+    code = ctypes.c_ulong()
+    alive = bool(kernel.GetExitCodeProcess(handle, ctypes.byref(code))) and code.value == still_active
+    kernel.CloseHandle(handle)
+    return alive
