@@ -1,0 +1,73 @@
+"""Arguments of the command line as text to values: models with `@`, NAME=VALUE, rules, metadata, recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .errors import RecipeError
+from .files.open import open_model
+from .recipe import Recipe, from_json
+from .verify import stored_recipe
+
+_NUMBER = re.compile(r"^(?P<rest>.+?)@(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$", re.IGNORECASE)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*(\S+)")
+
+
+def model_argument(text: str, method_id: str) -> str:
+    """A model argument without its `@W`; these methods take no weight for each model."""
+    if not Path(text).exists() and (match := _NUMBER.match(text)):
+        raise RecipeError(
+            f"{method_id} takes no weight for each model ({text})", hint=f"write {match['rest']} and set --alpha"
+        )
+    return text
+
+
+def assignments(text: str, *, exactly: int | None = None) -> dict[str, Any]:
+    """Read `NAME=VALUE NAME=VALUE …`, at least one, or so many."""
+    found = _ASSIGNMENT.findall(text)
+    rest = _ASSIGNMENT.sub("", text).strip(" ,")
+    if rest or not found or (exactly is not None and len(found) != exactly):
+        raise click.UsageError(f"{text!r} is not NAME=VALUE")
+    return {name: _value(name, value.rstrip(",")) for name, value in found}
+
+
+def _value(name: str, text: str) -> float | bool:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"{name}={text}: neither a number nor true or false") from None
+
+
+def rule(text: str) -> tuple[str, dict[str, Any]]:
+    """Split `PATTERN: NAME=VALUE …`; the pattern may hold colons itself."""
+    pattern, colon, values = text.rpartition(":")
+    if not colon or not pattern.strip():
+        raise click.UsageError(f'{text!r} is not a rule: write it as "PATTERN: alpha=0.3 beta=0.1"')
+    return pattern.strip(), assignments(values)
+
+
+def metadata_object(text: str | None) -> dict[str, Any]:
+    """The JSON object of --metadata; empty where it is not given."""
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RecipeError(f"--metadata is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RecipeError("--metadata is not a JSON object", hint='write it as {"name": "value"}')
+    return value
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe from a .json file or from the header of a merged model."""
+    if path.suffix == ".json" and path.is_file():
+        return from_json(path.read_bytes(), where=path)
+    return stored_recipe(open_model(path))

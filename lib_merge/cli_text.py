@@ -1,0 +1,127 @@
+"""Plans, results, methods and models as text for the command line."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .execute import Result
+from .kernels.registry import Method
+from .plan import Plan
+from .steps import Merged, Step
+
+_SHOWN_STEPS = 20
+
+
+def describe_result(made: Result) -> str:
+    """What a run did, in a few lines."""
+    lines = [
+        f"wrote {made.output}: {made.merged} tensors merged, {made.copied} copied, {made.discarded} discarded, "
+        f"{len(made.unused)} unused"
+    ]
+    lines += [f"warning: {text}" for text in made.warnings]
+    size = made.plan.output_bytes
+    lines.append(f"{size / 1e6:,.1f} MB in {made.seconds:.1f} s, peak memory {made.peak_rss_mb:.0f} MB")
+    if made.sha256:
+        lines.append(f"sha256 {made.sha256}")
+    return "\n".join(lines)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """A plan for `--dry-run --json`."""
+    return {
+        "steps": [_step_dict(step) for step in plan.steps],
+        "counts": plan.counts,
+        "problems": [vars(problem) for problem in plan.problems],
+        "output_bytes": plan.output_bytes,
+        "peak_memory_mb": round(plan.peak_bytes / 1e6),
+    }
+
+
+def _step_dict(step: Step) -> dict[str, Any]:
+    node = step.node if isinstance(step.node, Merged) and step.action == "merged" else None
+    return {
+        "key": step.key,
+        "dtype": step.dtype,
+        "shape": list(step.shape),
+        "action": step.action,
+        "method": node.method if node else None,
+        "params": dict(node.params) if node else {},
+        "reason": step.reason,
+    }
+
+
+def describe_plan(plan: Plan) -> str:
+    """A plan for people: counts, findings, and the first steps of each kind."""
+    counts = ", ".join(f"{count} {name}" for name, count in plan.counts.items())
+    lines = [
+        f"plan: {counts}",
+        f"output {plan.output_bytes / 1e6:,.1f} MB, expected peak memory {plan.peak_bytes / 1e6:.0f} MB",
+    ]
+    for problem in plan.problems:
+        lines.append(f"{problem.level}: {problem.what}" + (f" ({problem.file})" if problem.file else ""))
+        if problem.hint:
+            lines.append(f"  hint: {problem.hint}")
+    for entry in plan_dict(plan)["steps"][:_SHOWN_STEPS]:
+        values = " ".join(f"{name}={value}" for name, value in entry["params"].items())
+        detail = " ".join(part for part in (entry["method"] or "", values, entry["reason"]) if part)
+        lines.append(f"  {entry['action']:7} {entry['dtype']:7} {entry['key']}  {detail}")
+    if len(plan.steps) > _SHOWN_STEPS:
+        lines.append(f"  … and {len(plan.steps) - _SHOWN_STEPS} more (--json lists all)")
+    return "\n".join(lines)
+
+
+def methods_table(methods: Sequence[Method]) -> str:
+    """One line for each method, its formula below."""
+    lines = []
+    for item in methods:
+        params = ", ".join(f"{param.name}={_default(param.default)}" for param in item.params)
+        lines.append(f"{item.id} ({params})  models {' '.join(item.inputs)}")
+        lines += textwrap.wrap(item.formula, 100, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([*lines, "", "lib-merge methods ID shows one in full."])
+
+
+def method_text(item: Method) -> str:
+    """A method in full."""
+    lines = [f"{item.label} ({item.id})", item.summary, "", f"formula: {item.formula}"]
+    lines += [f"models: {', '.join(item.inputs)}", f"exactly A when {item.exact_a}"]
+    if item.exact_b:
+        lines.append(f"exactly B when {item.exact_b}")
+    lines += [f"strength: {item.strength} (what a bare block number sets; 0 gives A)", "parameters:"]
+    for param in item.params:
+        lines.append(f"  {param.name} = {_default(param.default)}  ({param.range})  {param.meaning}")
+    bytes_where = "every CPU" if item.exact_arithmetic else "one CPU type and torch build; elsewhere within 2 ulp"
+    lines.append(
+        f"same bytes on {bytes_where}" + ("; draws depend on seed and tensor name only" if item.random else "")
+    )
+    return "\n".join(lines)
+
+
+def _default(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+def inspect_text(found: Mapping[str, Any]) -> str:
+    """A model for people."""
+    dtypes = ", ".join(f"{count} {name}" for name, count in found["dtype"].items())
+    components = ", ".join(f"{name} {count}" for name, count in found["components"].items())
+    family = " ".join(part for part in (found["family"], found["variant"]) if part) or "unknown family"
+    lines = [
+        f"{found['file']}",
+        f"  {found['kind']}, {family}, {found['format']}",
+        f"  {found['tensors']} tensors ({dtypes}), {found['parameters']:,} parameters, {found['bytes'] / 1e6:,.1f} MB",
+        f"  components: {components}",
+        f"  blocks: {' '.join(found['blocks']) or 'none'}",
+    ]
+    if found["coded"]:
+        lines.append(f"  coded weights: {', '.join(found['coded'])}")
+    if found["hashes"]["sha256"]:
+        lines.append(f"  sha256: {found['hashes']['sha256']}")
+    lines += [f"  {key}: {textwrap.shorten(value, 90)}" for key, value in found["metadata"].items()]
+    if found["recipe"]:
+        lines.append("  recipe: yes (lib-merge recipe FILE prints it)")
+    lines += [f"  note: {note}" for note in found["notes"]]
+    if "damaged" in found:
+        lines += [f"  damaged: {key}: {what}" for key, what in found["damaged"].items()] or ["  all numbers are finite"]
+    return "\n".join(lines)

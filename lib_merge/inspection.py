@@ -1,0 +1,84 @@
+"""What a model file is, told from its header; with `check`, also whether its numbers are sound."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import families
+from .files.dtypes import DTYPES
+from .files.hashes import HashCache
+from .files.open import open_model
+from .files.source import Source
+from .kernels.measure import bits_finite
+from .quant.coded import coded_tensors
+from .recipe import METADATA_KEY
+
+_PIECE_BYTES = 1 << 22
+
+
+def inspect(path: Path | str, *, check: bool = False, cache: HashCache | None = None) -> dict[str, Any]:
+    """Describe a model.
+
+    Args:
+        path: file or folder.
+        check: read every float tensor and look for values that are not finite.
+        cache: remembered hashes; none is computed here.
+
+    Returns:
+        `kind, family, format, dtype, tensors, parameters, bytes, components, blocks, metadata, recipe, ranks,
+        trigger_words, hashes, notes`; with `check` also `damaged`: key -> what is wrong.
+
+    Raises:
+        FileError: it cannot be opened or read.
+    """
+    source = open_model(path)
+    tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
+    found = families.detect(tensors)
+    storages = sorted(set(coded_tensors({key: dtype for key, (dtype, _) in tensors.items()}).values()))
+    text = source.metadata.get(METADATA_KEY)
+    result: dict[str, Any] = {
+        "file": str(path),
+        "kind": found.kind,
+        "family": found.name,
+        "variant": found.variant,
+        "prefix": found.prefix,
+        "format": source.kind,
+        "dtype": dict(Counter(info.dtype for info in source.tensors.values()).most_common()),
+        "coded": storages,
+        "tensors": len(tensors),
+        "parameters": sum(info.numel for info in source.tensors.values()),
+        "bytes": sum(info.nbytes for info in source.tensors.values()),
+        "components": dict(Counter(families.component_of(key, found) for key in tensors).most_common()),
+        "blocks": families.block_names(tensors, found),
+        "metadata": {key: value for key, value in source.metadata.items() if key != METADATA_KEY},
+        "recipe": json.loads(text) if text else None,
+        "ranks": {},
+        "trigger_words": [],
+        "hashes": {"sha256": (cache or HashCache()).get_source(source)},
+        "notes": list(source.notes),
+    }
+    if check:
+        result["damaged"] = dict(_damage(source))
+    source.close()
+    return result
+
+
+def _damage(source: Source) -> Iterator[tuple[str, str]]:
+    for key, info in source.tensors.items():
+        dtype = DTYPES[info.dtype]
+        if dtype.kind != "float":
+            continue
+        if key.endswith("position_ids"):
+            yield key, "floats where whole numbers belong"
+        for low in range(0, info.nbytes, _PIECE_BYTES):
+            piece = bytearray(min(_PIECE_BYTES, info.nbytes - low))
+            source.read_into(key, low, memoryview(piece))
+            if not bits_finite(np.frombuffer(piece, np.uint8), dtype.bits, dtype.unbounded):
+                yield key, "a value is not finite"
+                break

@@ -1,0 +1,183 @@
+"""`merge`, `convert` and `run`: the Python API of the main jobs; each builds a recipe, plans it and carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .blocks import parse as parse_blocks
+from .catalog import PathLike, known_hashes, locate
+from .errors import RecipeError
+from .execute import Result, Running, execute, planned
+from .files.target import numbered
+from .kernels.registry import method as find_method
+from .metadata import text_metadata
+from .plan import make_plan
+from .recipe import Component, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value
+
+SLOTS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def merge(
+    a: PathLike,
+    b: PathLike,
+    *more: PathLike,
+    out: PathLike,
+    method: str = "weighted_sum",
+    params: Mapping[str, Value] | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    gamma: float | None = None,
+    delta: float | None = None,
+    blocks: str | Mapping[str, Mapping[str, float]] = "",
+    rules: Sequence[tuple[str, Mapping[str, Value]]] = (),
+    exclude: Sequence[str] = (),
+    include_mode: bool = False,
+    discard: Sequence[str] = (),
+    glob: bool = False,
+    mismatch: Mismatch = "skip",
+    vae: PathLike | None = None,
+    save_dtype: SaveDtype = "auto",
+    override_dtype: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **running: Any,
+) -> Result:
+    """Merge checkpoints into one.
+
+    Args:
+        a: file or folder; the base that the output follows.
+        b: file or folder.
+        *more: C, D … where the method takes them.
+        out: file to write (`.safetensors`), or folder when A is one.
+        method: id, see `lib-merge methods`.
+        params: the method's parameters.
+        alpha: short for that parameter.
+        beta: short for that parameter.
+        gamma: short for that parameter.
+        delta: short for that parameter.
+        blocks: block weights as text (see `lib_merge.blocks.parse`) or name -> parameters.
+        rules: (pattern, parameters) pairs, later ones win.
+        exclude: patterns of tensors that keep A's values.
+        include_mode: merge only what `exclude` matches.
+        discard: patterns of tensors to leave out.
+        glob: patterns are globs instead of regular expressions.
+        mismatch: what happens where another model lacks a tensor: `skip`, `zeros` or `error`.
+        vae: file whose VAE replaces A's.
+        save_dtype: least precise dtype to store: auto, keep, fp64, fp32, fp16, bf16, fp8_e4m3fn, fp8_e5m2.
+        override_dtype: force every float tensor to `save_dtype`.
+        metadata: extra header metadata; values that are not text become JSON.
+        seed: of random methods.
+        **running: fields of `Running`.
+
+    Raises:
+        MergeError: see `lib_merge.errors`; nothing is written in that case.
+    """
+    short = {"alpha": alpha, "beta": beta, "gamma": gamma, "delta": delta}
+    given = {**(params or {}), **{name: value for name, value in short.items() if value is not None}}
+    if len(more) > len(SLOTS) - 2:
+        raise RecipeError(f"{len(more) + 2} models are more than the {len(SLOTS)} that a recipe has room for")
+    paths = dict(zip(SLOTS, (a, b, *more), strict=False))
+    recipe = Recipe(
+        task="merge",
+        method=method,
+        params=given,
+        seed=seed,
+        models={slot: Slot(file=Path(path).name) for slot, path in paths.items()},
+        blocks=_named_blocks(blocks, method),
+        rules=tuple(Rule(match=match, params=dict(values)) for match, values in rules),
+        exclude=tuple(exclude),
+        include_mode=include_mode,
+        discard=tuple(discard),
+        glob=glob,
+        mismatch=mismatch,
+        vae=None if vae is None else Slot(file=Path(vae).name),
+        output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
+    )
+    return run(recipe, out=out, files=paths | ({} if vae is None else {"vae": vae}), **running)
+
+
+def _named_blocks(given: str | Mapping[str, Mapping[str, float]], method_id: str) -> dict[str, dict[str, Value]]:
+    """Block weights with the name of the method's strength where only a number was given."""
+    values = parse_blocks(given) if isinstance(given, str) else given
+    if not values:
+        return {}
+    strength = find_method(method_id).strength
+    return {name: {param or strength: value for param, value in params.items()} for name, params in values.items()}
+
+
+def convert(
+    a: PathLike,
+    *,
+    out: PathLike,
+    save_dtype: SaveDtype = "auto",
+    override_dtype: bool = False,
+    vae: PathLike | None = None,
+    discard: Sequence[str] = (),
+    glob: bool = False,
+    only: Component | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **running: Any,
+) -> Result:
+    """Write a checkpoint anew: other dtype, other VAE, fewer tensors, or a pickle as safetensors.
+
+    Args:
+        a: file or folder.
+        out: file or folder to write.
+        save_dtype: least precise dtype to store: auto, keep, fp64, fp32, fp16, bf16, fp8_e4m3fn, fp8_e5m2.
+        override_dtype: force every float tensor to `save_dtype`.
+        vae: file whose VAE replaces A's.
+        discard: patterns of tensors to leave out.
+        glob: patterns are globs.
+        only: keep one component alone: `unet`, `te` or `vae`.
+        metadata: extra header metadata.
+        **running: fields of `Running`.
+    """
+    recipe = Recipe(
+        task="convert",
+        models={"A": Slot(file=Path(a).name)},
+        discard=tuple(discard),
+        glob=glob,
+        only=only,
+        vae=None if vae is None else Slot(file=Path(vae).name),
+        output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
+    )
+    return run(recipe, out=out, files={"A": a} | ({} if vae is None else {"vae": vae}), **running)
+
+
+def run(
+    recipe: Recipe,
+    *,
+    out: PathLike,
+    files: Mapping[str, PathLike] | None = None,
+    models: Sequence[PathLike] = (),
+    **running: Any,
+) -> Result:
+    """Carry out a recipe.
+
+    Args:
+        recipe: what to do.
+        out: file or folder to write.
+        files: slot path (`A`, `B.C`, `vae`) -> file; slots that are not given are looked for in `models`.
+        models: folders to look for inputs in, by hash and name.
+        **running: fields of `Running`.
+
+    Raises:
+        MergeError: see `lib_merge.errors`; nothing is written in that case.
+    """
+    how = Running(**running)
+    target = numbered(Path(out)) if how.number else Path(out)
+    located = locate(recipe, files or {}, models, how.cache)
+    known = known_hashes(located, how.cache) if how.keep_recipe else {}
+    plan = make_plan(
+        recipe,
+        located,
+        target=target,
+        overwrite=how.overwrite,
+        strict=how.strict,
+        keep_recipe=how.keep_recipe,
+        known_hashes=known,
+        threads=how.threads,
+    )
+    return planned(plan, target) if how.dry_run else execute(plan, target, how)

@@ -1,0 +1,261 @@
+"""What is to be done, as plain frozen data: read from JSON, written as canonical JSON, free of paths and of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from .errors import RecipeError
+
+VERSION = 1
+METADATA_KEY = "lib_merge.recipe"
+VERSION_KEY = "lib_merge.version"
+
+Task = Literal["merge", "convert", "bake", "lora_merge", "lora_extract", "lora_resize", "fold"]
+Mismatch = Literal["skip", "zeros", "error"]
+SaveDtype = Literal["auto", "keep", "fp64", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"]
+Component = Literal["unet", "te", "vae"]
+Value = float | bool
+
+
+class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all recipe parts: frozen, unknown fields refused."""
+
+
+class Slot(_Data, frozen=True, omit_defaults=True):
+    """A model: a file or folder by name, or another recipe, computed on the way without an intermediate file.
+
+    Attributes:
+        file: file or folder name, no path.
+        sha256: of the file, once known (a folder's: see `files.hashes.combined`).
+        recipe: the recipe whose result this model is.
+        made_by: how the file was made, as it says itself; told along, not carried out.
+    """
+
+    file: str | None = None
+    sha256: str | None = None
+    recipe: Recipe | None = None
+    made_by: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        if (self.file is None) == (self.recipe is None):
+            raise ValueError("a model has either a file or a recipe")
+
+
+class Lora(_Data, frozen=True):
+    """A LoRA to bake, with its strengths."""
+
+    file: str
+    sha256: str | None = None
+    strength: float = 1.0
+    te_strength: float | None = None
+    blocks: str = ""
+
+
+class Rule(_Data, frozen=True):
+    """Parameters for the tensors whose name matches a pattern; a later rule wins over an earlier one."""
+
+    match: str
+    params: dict[str, Value]
+
+
+class Output(_Data, frozen=True):
+    """How the result is stored: dtype rule and extra metadata (strings only)."""
+
+    save_dtype: SaveDtype = "auto"
+    override_dtype: bool = False
+    metadata: dict[str, str] = {}
+
+
+class Recipe(_Data, frozen=True):
+    """A whole run as data. See `docs/recipe.schema.json`.
+
+    Attributes:
+        lib_merge: version of this format.
+        task: what kind of run it is.
+        method: id of a merge method; None for tasks that have none.
+        params: the method's parameters by name; those left out take the method's defaults.
+        seed: of random methods, 0 … 2**64 − 1.
+        models: slot name (A, B, C, …) -> model; None leaves a slot open (presets).
+        loras: LoRAs to bake into the result.
+        blocks: block name or range -> parameters.
+        rules: parameters by name pattern.
+        exclude: patterns of tensors that keep A's values; with `include_mode`, of those that are merged.
+        discard: patterns of tensors that are left out of the output.
+        glob: patterns are shell globs instead of regular expressions; both match anywhere in the name.
+        mismatch: what happens where B, C … lack a tensor or have another shape.
+        only: convert: keep this component alone.
+        vae: file whose VAE replaces A's.
+    """
+
+    lib_merge: int = VERSION
+    task: Task = "merge"
+    method: str | None = None
+    params: dict[str, Value] = {}
+    seed: int = 0
+    models: dict[str, Slot | None] = {}
+    loras: tuple[Lora, ...] = ()
+    blocks: dict[str, dict[str, Value]] = {}
+    rules: tuple[Rule, ...] = ()
+    exclude: tuple[str, ...] = ()
+    include_mode: bool = False
+    discard: tuple[str, ...] = ()
+    glob: bool = False
+    mismatch: Mismatch = "skip"
+    only: Component | None = None
+    vae: Slot | None = None
+    output: Output = Output()
+
+
+# version -> function that turns a document of that version into one of the next.
+UPGRADES: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+def from_json(text: str | bytes, *, where: object = None) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        text: JSON of any known version.
+        where: file it came from, for errors.
+
+    Raises:
+        RecipeError: no JSON, an unknown version or field, or a value of the wrong type; says which.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"the recipe is not JSON: {error}", file=where) from error
+    return _converted(document, where)
+
+
+def validated(recipe: Recipe) -> Recipe:
+    """The recipe with every value checked against its type, as if it had been read from JSON.
+
+    Raises:
+        RecipeError: a value of the wrong type.
+    """
+    try:
+        document = msgspec.to_builtins(recipe, enc_hook=_plain_number)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(f"the recipe is not valid: {error}") from error
+    return _converted(document, None)
+
+
+def to_json(recipe: Recipe) -> str:
+    """Canonical JSON: every field written out, keys sorted, no spaces; equal recipes give equal text.
+
+    Raises:
+        RecipeError: a value of the wrong type.
+    """
+    document = _without_minus_zero(msgspec.to_builtins(validated(recipe)))
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of `Recipe`, draft 2020-12."""
+    return msgspec.json.schema(Recipe)
+
+
+def files(recipe: Recipe, path: str = "") -> Iterator[tuple[str, Slot]]:
+    """Yield (slot path, slot) of every input file, nested ones too: `A`, `B`, `B.C`, `vae`."""
+    for name, slot in sorted([*recipe.models.items(), ("vae", recipe.vae)]):
+        if slot is not None and slot.recipe is not None:
+            yield from files(slot.recipe, f"{path}{name}.")
+        elif slot is not None:
+            yield path + name, slot
+
+
+def with_hashes(recipe: Recipe, hashes: Mapping[str, str], path: str = "") -> Recipe:
+    """The recipe with the sha256 of each input filled in; `hashes` goes by slot path as in `files`."""
+
+    def filled(name: str, slot: Slot | None) -> Slot | None:
+        if slot is None:
+            return None
+        if slot.recipe is not None:
+            return Slot(recipe=with_hashes(slot.recipe, hashes, f"{path}{name}."))
+        return Slot(file=slot.file, sha256=hashes.get(path + name, slot.sha256), made_by=slot.made_by)
+
+    models = {name: filled(name, slot) for name, slot in recipe.models.items()}
+    return msgspec.structs.replace(recipe, models=models, vae=filled("vae", recipe.vae))
+
+
+_CHOICES = {"task": Task, "mismatch": Mismatch, "save_dtype": SaveDtype, "only": Component}
+
+
+def _converted(document: object, where: object) -> Recipe:
+    try:
+        recipe = msgspec.convert(_current(document, where), Recipe)
+    except (msgspec.ValidationError, OverflowError) as error:
+        what, _, place = str(error).partition(" - at `$.")
+        field = place.rstrip("`")
+        choices = get_args(_CHOICES.get(field.rpartition(".")[2]))
+        hint = f"choose one of: {', '.join(choices)}" if choices else None
+        shown = f"{field}: {what}" if field else what.replace("Object contains", "it has an")
+        raise RecipeError(f"the recipe is not valid: {shown}", file=where, hint=hint) from error
+    _check_names(recipe, where)
+    return recipe
+
+
+def _current(document: object, where: object) -> object:
+    """A document, and the recipes inside it, brought to this version."""
+    if not isinstance(document, dict) or "lib_merge" not in document:
+        raise RecipeError("this is not a lib_merge recipe: it has no field lib_merge", file=where)
+    while (version := document["lib_merge"]) != VERSION or isinstance(version, bool):
+        if isinstance(version, bool) or not isinstance(version, int) or version not in UPGRADES:
+            raise RecipeError(
+                f"the recipe has version {version!r}, this program knows {VERSION}", file=where, hint="update lib_merge"
+            )
+        document = UPGRADES[version](document)
+    models = document.get("models")
+    for slot in [*(models.values() if isinstance(models, dict) else ()), document.get("vae")]:
+        for field in ("recipe", "made_by"):
+            if isinstance(slot, dict) and slot.get(field) is not None:
+                slot[field] = _current(slot[field], where)
+    return document
+
+
+def _check_names(recipe: Recipe, where: object) -> None:
+    """Files stand in a recipe by name: a path would tell of one machine, and could lead out of the folders meant."""
+    names = [slot.file or "" for _, slot in files(recipe)] + [lora.file for lora in recipe.loras]
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise RecipeError(
+                f"a recipe names files without their folders, not {name!r}",
+                file=where,
+                hint="say on the command line where they lie: --models DIR",
+            )
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise RecipeError(f"the file name {name!r} is no valid text", file=where, hint="rename the file") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands in it twice")
+    return result
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _plain_number(value: Any) -> Any:
+    """A number of numpy or torch as Python's own."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a recipe cannot hold a value of type {type(value).__name__}")
+
+
+def _without_minus_zero(value: Any) -> Any:
+    """−0.0 equals 0.0, so both are written the same."""
+    if isinstance(value, dict):
+        return {key: _without_minus_zero(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_minus_zero(item) for item in value]
+    return value + 0.0 if isinstance(value, float) else value

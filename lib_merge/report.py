@@ -1,0 +1,82 @@
+"""Rows of a run to pandas tables, and to CSV, JSON and HTML files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import OutputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Rows = list[dict[str, Any]]
+
+SUFFIXES = (".csv", ".json", ".html")
+_STYLE = """<style>
+body { font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
+table { border-collapse: collapse } th, td { padding: .2em .6em; border-bottom: 1px solid #ddd; text-align: right }
+th:first-child, td:first-child { text-align: left; font-family: monospace }
+@media (prefers-color-scheme: dark) { body { color: #ddd; background: #1b1b1b } th, td { border-color: #444 } }
+</style>"""
+
+
+def table(rows: Rows) -> pd.DataFrame:
+    """Rows as a table: numbers stay numbers, what does not apply is NaN, shapes are text.
+
+    Args:
+        rows: of `Result.rows`.
+    """
+    import pandas as pd
+
+    return pd.DataFrame([{**row, "shape": "×".join(map(str, row["shape"])) or "scalar"} for row in rows])
+
+
+def check_report_path(path: Path) -> None:
+    """Refuse a report name before the run.
+
+    Raises:
+        OutputError: another ending than .csv, .json, .html, or no such folder.
+    """
+    if path.suffix not in SUFFIXES:
+        raise OutputError(f"a report ends in {', '.join(SUFFIXES)}", file=path, hint=f"write {path.stem}.csv")
+    if not path.parent.is_dir():
+        raise OutputError("the report's folder does not exist", file=path, hint=f"make it first: {path.parent}")
+
+
+def save(rows: Rows, path: Path, title: str) -> None:
+    """Write a report: `.csv` with full precision, `.json`, or `.html` to look at.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        path.write_text(_TEXT[path.suffix](rows, title), "utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write the report: {error.strerror}", file=path) from error
+
+
+def _csv(rows: Rows, title: str) -> str:
+    return str(table(rows).to_csv(index=False))
+
+
+def _json(rows: Rows, title: str) -> str:
+    """Strict JSON: NaN becomes null."""
+    plain = [
+        {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+        for row in rows
+    ]
+    return json.dumps({"title": title, "rows": plain}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _html(rows: Rows, title: str) -> str:
+    from html import escape
+
+    body = table(rows).to_html(index=False, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}", border=0)
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title>{_STYLE}'
+    return f"<!doctype html><html><head>{head}</head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
+
+
+_TEXT = {".csv": _csv, ".json": _json, ".html": _html}

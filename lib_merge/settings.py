@@ -1,0 +1,128 @@
+"""The parameters of each tensor: the recipe's own, then those of its block, then those of each rule that matches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from . import blocks
+from .errors import Problem, RecipeError
+from .families import Detected, block_names, blocks_of
+from .kernels.registry import Method, Value, method
+from .patterns import compiled
+from .recipe import Recipe, validated
+
+_SEEDS = 2**64
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def checked(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
+    """The recipe with every parameter written out, and what was moved to a limit.
+
+    Raises:
+        RecipeError: task, method, parameter, seed or slots do not fit together.
+    """
+    recipe = validated(recipe)
+    if recipe.task not in ("merge", "convert"):
+        raise RecipeError(f"this version cannot run the task {recipe.task}", hint="update lib_merge")
+    if recipe.loras:
+        raise RecipeError("this version cannot bake LoRAs", hint="update lib_merge")
+    if not 0 <= recipe.seed < _SEEDS:
+        raise RecipeError(f"seed must be 0 … 2**64 − 1, not {recipe.seed}")
+    if recipe.output.override_dtype and recipe.output.save_dtype in ("auto", "keep"):
+        raise RecipeError("override_dtype has nothing to force", hint="name a dtype with --save-dtype")
+    if reserved := [name for name in recipe.output.metadata if name.startswith(("lib_merge.", "sd_merge_"))]:
+        raise RecipeError(f"the metadata name {reserved[0]} is lib_merge's own", hint="choose another name")
+    if recipe.task == "convert":
+        _check_slots(recipe, "convert", ("A",))
+        if recipe.method or recipe.params:
+            raise RecipeError("convert takes no method and no parameters")
+        return recipe, []
+    if recipe.only:
+        raise RecipeError("only is for the task convert")
+    if recipe.method is None:
+        raise RecipeError("the recipe names no method", hint="lib-merge methods lists them")
+    chosen = method(recipe.method)
+    _check_slots(recipe, chosen.id, chosen.inputs)
+    params = chosen.check(recipe.params)
+    moved = [
+        Problem(
+            "warning",
+            f"{name} {value:g} is outside {chosen.param(name).range} and counts as {params[name]:g}",
+            hint="task_arithmetic takes values outside" if chosen.id == "weighted_sum" else None,
+        )
+        for name, value in recipe.params.items()
+        if params[name] != value
+    ]
+    return msgspec.structs.replace(recipe, params=params), moved
+
+
+def _check_slots(recipe: Recipe, what: str, wanted: tuple[str, ...]) -> None:
+    for slot in wanted:
+        if recipe.models.get(slot) is None:
+            raise RecipeError(f"{what} needs model {slot}", hint=f"it works on {', '.join(wanted)}")
+    for slot in recipe.models:
+        if slot not in wanted:
+            raise RecipeError(f"{what} does not use model {slot}", hint=f"it works on {', '.join(wanted)}")
+
+
+class Settings:
+    """Looks up the parameters of a tensor."""
+
+    def __init__(self, recipe: Recipe, chosen: Method | None, keys: Tensors, family: Detected) -> None:
+        """Check every block and every rule.
+
+        Args:
+            recipe: with checked general parameters.
+            chosen: its method.
+            keys: key -> (dtype, shape) of model A.
+            family: of model A.
+
+        Raises:
+            RecipeError: a rule that is no pattern or matches no tensor; an unknown or forbidden value.
+        """
+        self._general, self._family = recipe.params, family
+        self._blocks: dict[str, dict[str, Value]] = {}
+        self.notes: list[Problem] = []
+        if recipe.blocks:
+            self._set_blocks(recipe, chosen, block_names(keys, family, overrides=True))
+        self._rules = []
+        for rule in recipe.rules:
+            if chosen is None:
+                raise RecipeError("rules need a method")
+            test = compiled(rule.match, recipe.glob)
+            if not any(map(test, keys)):
+                raise RecipeError(
+                    f"the rule {rule.match!r} matches no tensor of model A",
+                    hint="lib-merge inspect FILE lists the names",
+                )
+            if not rule.params:
+                raise RecipeError(f"the rule {rule.match!r} sets nothing", hint='write it as "PATTERN: alpha=0.3"')
+            values = {name: chosen.param(name).check(value) for name, value in rule.params.items()}
+            self._rules.append((rule.match, test, values))
+
+    def _set_blocks(self, recipe: Recipe, chosen: Method | None, names: list[str]) -> None:
+        if chosen is None:
+            raise RecipeError("blocks need a method")
+        for name, params in blocks.expand(recipe.blocks, names).items():
+            self._blocks[name] = {
+                param: chosen.param(param).check(value)
+                for param, value in ((param or chosen.strength, value) for param, value in params.items())
+            }
+        if missing := blocks.unknown(recipe.blocks, names):
+            known = f"it has {', '.join(names)}" if names else "it has no blocks that are known"
+            self.notes.append(Problem("warning", f"model A has no block {', '.join(missing)}", hint=known))
+
+    def of(self, key: str) -> tuple[Mapping[str, Value], str]:
+        """(parameters, why they are not the general ones)."""
+        params, reasons = dict(self._general), []
+        block = next((name for name in blocks_of(key, self._family) if name in self._blocks), None)
+        if block is not None:
+            params.update(self._blocks[block])
+            reasons.append(f"block {block}")
+        for text, test, values in self._rules:
+            if test(key):
+                params.update(values)
+                reasons.append(f"rule {text}")
+        return params, ", ".join(reasons)

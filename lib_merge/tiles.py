@@ -1,0 +1,47 @@
+"""How tensors are cut for the work: tile sizes, what stays in memory, and what that takes."""
+
+from __future__ import annotations
+
+from .kernels.measure import row_block
+from .steps import Merged, Node, Step, Stored, leaves
+
+# Elements per tile and worker: small enough for the cache, large enough that calls cost nothing.
+TILE = 1 << 18
+# What all workers together keep in memory of measured tensors between their two passes; larger ones are read twice.
+KEEP_BYTES = 64 << 20
+# What a worker holds beside its tiles, and the widest element of a raw buffer.
+_WORKER_BYTES = 4 << 20
+_WIDEST_BYTES = 8
+
+
+def cut(node: Node, tile: int) -> int:
+    """Elements of a node's tiles: about `tile`, in whole blocks of rows where the method asks for rows."""
+    if not isinstance(node, Merged) or not node.rows:
+        return tile
+    block = row_block(node.columns) * max(1, node.columns)
+    return block * max(1, tile // block)
+
+
+def keep_elements(threads: int) -> int:
+    """Elements of float32 that one of so many workers may keep between two passes."""
+    return KEEP_BYTES // threads // 4
+
+
+def kept(step: Step, threads: int) -> bool:
+    """True when a measured tensor stays in memory between its passes."""
+    return step.measured and step.numel * sum(1 for _ in leaves(step.node)) <= keep_elements(threads)
+
+
+def worker_bytes(step: Step) -> int:
+    """What one worker holds while it works on a step, kept tensors aside."""
+    if step.whole:
+        inputs = sum(1 for _ in leaves(step.node))
+        return _WORKER_BYTES + (inputs + 3) * 4 * step.numel
+    return _WORKER_BYTES + (_alive(step.node) + 2) * _WIDEST_BYTES * cut(step.node, TILE)
+
+
+def _alive(node: Node) -> int:
+    """Tiles alive at once for a node, raw buffers included."""
+    if isinstance(node, Merged):
+        return sum(_alive(item) for item in node.inputs) + 1
+    return 2 if isinstance(node, Stored) else 1

@@ -1,0 +1,191 @@
+"""Compute a merged model anew from its recipe and compare it byte for byte: the run's path with a comparing sink."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import recipe as recipes
+from .catalog import PathLike, known_hashes, locate
+from .engine import Options, carry_out
+from .errors import RecipeError
+from .events import CancelToken, OnProgress
+from .files.dtypes import DTYPES
+from .files.hashes import HashCache
+from .files.open import open_model
+from .files.source import Source
+from .kernels.registry import method
+from .plan import Plan, default_threads, make_plan
+from .recipe import METADATA_KEY, Recipe
+from .steps import Merged, Step, walk
+from .tiles import TILE
+
+TOLERANCE_ULP = 2
+_PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Result of `verify`.
+
+    Attributes:
+        compared: tensors compared.
+        differing: keys whose bytes differ, missing and extra ones included.
+        within_2_ulp: keys of methods with pow, exp, products or SVD that differ by at most 2 ulp: another CPU.
+        missing_inputs: inputs that were not found, by name.
+    """
+
+    compared: int
+    differing: tuple[str, ...]
+    within_2_ulp: tuple[str, ...]
+    missing_inputs: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True when everything was compared and nothing differs beyond rounding."""
+        return not self.differing and not self.missing_inputs
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the command line's `--json`."""
+        return {
+            "ok": self.ok,
+            "compared": self.compared,
+            "differing": list(self.differing),
+            "within_2_ulp": list(self.within_2_ulp),
+            "missing_inputs": list(self.missing_inputs),
+        }
+
+
+def verify(
+    out: PathLike,
+    *,
+    models: Sequence[PathLike] = (),
+    files: Mapping[str, PathLike] | None = None,
+    threads: int | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    cancel: CancelToken | None = None,
+    cache: HashCache | None = None,
+) -> Verified:
+    """Check that a merged model is what its recipe says.
+
+    Args:
+        out: file or folder with a recipe in its header.
+        models: folders to look for the inputs in, beside the one `out` lies in.
+        files: slot path -> input, where they are known.
+        threads: workers; None for the cores of this machine, at most 8.
+        on_progress: told about ten times a second.
+        cancel: stops the check from another thread.
+        cache: remembered hashes.
+
+    Raises:
+        RecipeError: there is no recipe in it.
+        MergeError: the inputs cannot be planned or read.
+    """
+    cache = cache or HashCache()
+    source = open_model(out)
+    recipe = stored_recipe(source)
+    located = locate(recipe, files or {}, [*models, Path(out).absolute().parent], cache)
+    missing = tuple(str(model.file) for slot, model in recipes.files(recipe) if slot not in located)
+    if missing:
+        return Verified(0, (), (), missing)
+    plan = make_plan(recipe, located, known_hashes=known_hashes(located, cache), threads=threads)
+    try:
+        plan.check()
+        sink = _CompareSink(source, plan)
+        options = Options(threads or default_threads(), TILE, on_progress, cancel or CancelToken())
+        carry_out(sink.plan, sink, options, "verifying")
+    finally:
+        plan.close()
+        source.close()
+    return Verified(len(sink.plan.steps), *sink.differences(), ())
+
+
+def stored_recipe(source: Source) -> Recipe:
+    """The recipe in a model's header.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    text = source.metadata.get(METADATA_KEY)
+    if text is None:
+        raise RecipeError(
+            "the file holds no recipe", file=source.path, hint="it was not written by lib_merge, or with --no-recipe"
+        )
+    return recipes.from_json(text, where=source.path)
+
+
+class _CompareSink:
+    """Takes the bytes of a run and holds them against those of a file."""
+
+    def __init__(self, out: Source, plan: Plan) -> None:
+        from dataclasses import replace
+
+        steps = {step.key: step for step in plan.steps}
+        same = {
+            key
+            for key, info in out.tensors.items()
+            if key in steps and (info.dtype, info.shape) == (steps[key].dtype, steps[key].shape)
+        }
+        self.plan = replace(plan, steps=tuple(step for step in plan.steps if step.key in same))
+        self._out, self._lock = out, threading.Lock()
+        self._order = list(out.tensors)
+        self._steps = steps
+        self._differing = set(steps) ^ set(out.tensors) | (set(steps) - same)
+        self._near: set[str] = set()
+
+    def place(self, key: str) -> tuple[int, int]:
+        """Where the tensor lies in the file that is checked."""
+        info = self._out.tensors[key]
+        return info.file, info.offset
+
+    def write(self, key: str, offset: int, view: memoryview) -> None:
+        """Compare one piece."""
+        there = memoryview(bytearray(len(view)))
+        self._out.read_into(key, offset, there)
+        if there != view:
+            self._judge(key, np.frombuffer(view, np.uint8), np.frombuffer(there, np.uint8))
+
+    def copy(self, key: str, offset: int, source: Source, source_key: str, count: int) -> None:
+        """Compare a range that was copied; it may run over several tensors, each is looked at by itself."""
+        at = self._order.index(key)
+        while count > 0:
+            info = self._out.tensors[key]
+            length = min(count, info.nbytes - offset)
+            for low in range(offset, offset + length, _PIECE_BYTES):
+                piece = memoryview(bytearray(min(_PIECE_BYTES, offset + length - low)))
+                source.read_into(self._steps[key].node.key, low, piece)  # type: ignore[union-attr]
+                self.write(key, low, piece)
+            count, offset, at = count - length, 0, at + 1
+            key = self._order[at] if at < len(self._order) else key
+
+    def _judge(self, key: str, here: np.ndarray[Any, Any], there: np.ndarray[Any, Any]) -> None:
+        near = not _exact(self._steps[key]) and ulp_distance(here, there, self._steps[key].dtype) <= TOLERANCE_ULP
+        with self._lock:
+            (self._near if near else self._differing).add(key)
+
+    def differences(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Keys that differ, and keys that differ within the tolerance only."""
+        return tuple(sorted(self._differing)), tuple(sorted(self._near - self._differing))
+
+
+def _exact(step: Step) -> bool:
+    """True when every method on the way gives the same bytes on every CPU."""
+    return all(method(node.method).exact_arithmetic for node in walk(step.node) if isinstance(node, Merged))
+
+
+def ulp_distance(here: np.ndarray[Any, Any], there: np.ndarray[Any, Any], dtype: str) -> int:
+    """Largest distance in steps of the float format between two arrays of its bytes."""
+    size = DTYPES[dtype].bits // 8
+    lines = [_line(array.view(f"<i{size}").astype(np.int64), DTYPES[dtype].bits) for array in (here, there)]
+    return int(np.abs(lines[0] - lines[1]).max())
+
+
+def _line(bits: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    """Float bits as integers in the order of their values; both zeros are 0."""
+    sign = -(1 << (width - 1))
+    return np.where(bits < 0, sign - bits, bits)

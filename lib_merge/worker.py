@@ -1,0 +1,260 @@
+"""One thread's work: read a tile of every operand, apply the methods, round once, write; with reused buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import NumberError
+from .files.dtypes import DTYPES, Dtype
+from .files.source import Source
+from .kernels.measure import all_finite, bits_finite
+from .kernels.random import draws
+from .kernels.registry import Method, method
+from .lazy import torch
+from .steps import Merged, Node, Step, Stored, Zeros, leaves
+from .tiles import cut
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WIDEST_BYTES = 8
+
+
+class Sink(Protocol):
+    """Where results go: bytes at an offset of a tensor, or whole ranges of an input."""
+
+    def place(self, key: str) -> tuple[int, int]:
+        """(part, absolute offset), by which work is ordered."""
+
+    def write(self, key: str, offset: int, view: memoryview) -> None:
+        """Bytes of a tensor from byte `offset` on."""
+
+    def copy(self, key: str, offset: int, source: Source, source_key: str, count: int) -> None:
+        """`count` bytes of an input as they are."""
+
+
+class Watch(Protocol):
+    """Sees the operands and the result of a merged step, for reports; must not change them."""
+
+    def before(self, step: Step, low: int, operands: list[Tensor]) -> None:
+        """Operands of the step's method from element `low` on."""
+
+    def after(self, step: Step, low: int, result: Tensor) -> None:
+        """Result of the same tile."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Elements `low` … `high` of a step; all of them where the step cannot be cut."""
+
+    step: Step
+    low: int
+    high: int
+
+
+class Worker:
+    """Buffers and the functions that use them; one for each thread.
+
+    Args:
+        sources: slot path -> input.
+        sink: takes the results.
+        tile: elements worked on at a time.
+        keep: elements of a measured tensor that may be kept in memory between its two passes.
+        watch: sees operands and results.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], sink: Sink, tile: int, keep: int, watch: Watch | None) -> None:
+        self._sources, self._sink, self._tile, self._watch = sources, sink, tile, watch
+        self._keep = max(tile, keep)
+        self._raw = self._bytes(tile)
+        self._pool: list[Tensor] = []
+        self._taken = 0
+        self.saturated = 0
+
+    def run(self, tile: Tile, measures: Sequence[Any] = ()) -> None:
+        """Compute and write one tile.
+
+        Args:
+            tile: part of a step, or all of it.
+            measures: of the step's method, where the tile is a part; of a whole step they are taken here.
+
+        Raises:
+            NumberError: a value is not finite, or becomes so by the cast to the output dtype.
+        """
+        self._taken = 0
+        step = tile.step
+        result = self._value(step.node, tile, _number(step), measures, merged=False)
+        self._store(step, tile.low, result)
+
+    def measure(self, tile: Tile, number: int, measures: Sequence[Any]) -> Any:
+        """A tile's part of its method's measure of that number; see `kernels.registry.Measure`."""
+        self._taken = 0
+        node = tile.step.node
+        assert isinstance(node, Merged)
+        operands = self._operands(node, tile, _number(tile.step))
+        return self._part(node, operands, tile.low, number, measures)
+
+    def _value(self, node: Node, tile: Tile, number: torch.dtype, measures: Sequence[Any], *, merged: bool) -> Tensor:
+        """Elements of a node in float; `merged` when a method will use them, so that they must be finite."""
+        if isinstance(node, Zeros):
+            return self._take(tile.high - tile.low, number).zero_()
+        if isinstance(node, Stored):
+            return self._load(node, tile, number, must_be_finite=merged)
+        operands = self._operands(node, tile, number)
+        watch = self._watch if node is tile.step.node and tile.step.action == "merged" else None
+        if watch is not None:
+            watch.before(tile.step, tile.low, operands)
+        if node.measured and not measures:
+            result = self._in_two_passes(node, operands)
+        else:
+            result = self._apply(node, operands, tile.low, measures)
+        if watch is not None:
+            watch.after(tile.step, tile.low, result)
+        if node is not tile.step.node and not all_finite(result):
+            raise NumberError(f"{node.method} gives values that are not finite", tensor=tile.step.key)
+        return result
+
+    def _operands(self, node: Merged, tile: Tile, number: torch.dtype) -> list[Tensor]:
+        return [self._value(item, tile, number, (), merged=True) for item in node.inputs]
+
+    def _apply(self, node: Merged, operands: list[Tensor], low: int, measures: Sequence[Any]) -> Tensor:
+        """The method's result for flat operands that start at element `low`; flat."""
+        chosen = method(node.method)
+        return chosen.function(
+            *_shaped(node, operands), **self._settings(chosen, node, operands, low, measures)
+        ).reshape(-1)
+
+    def _part(self, node: Merged, operands: list[Tensor], low: int, number: int, measures: Sequence[Any]) -> Any:
+        """A measure's part from flat operands that start at element `low`."""
+        chosen = method(node.method)
+        settings = self._settings(chosen, node, operands, low, measures)
+        return chosen.measures[number].tile(*_shaped(node, operands), **settings)
+
+    def _settings(
+        self, chosen: Method, node: Merged, operands: list[Tensor], low: int, measures: Sequence[Any]
+    ) -> dict[str, Any]:
+        """What the method takes by name: parameters, draws, measures."""
+        settings: dict[str, Any] = dict(node.params)
+        if chosen.random:
+            shape = _shaped(node, operands[:1])[0].shape
+            settings["draws"] = draws(node.stream, low, operands[0].numel()).reshape(shape)
+        if chosen.measures:
+            settings["measures"] = measures
+        return settings
+
+    def _in_two_passes(self, node: Merged, operands: list[Tensor]) -> Tensor:
+        """Measure whole operands piece by piece, then apply the method piece by piece, while they are in memory."""
+        chosen = method(node.method)
+        size = cut(node, self._tile)
+        pieces = [
+            (low, [operand[low : low + size] for operand in operands]) for low in range(0, operands[0].numel(), size)
+        ]
+        measures: list[Any] = []
+        for number, measure in enumerate(chosen.measures):
+            parts = [self._part(node, piece, low, number, measures) for low, piece in pieces]
+            measures.append(measure.combine(parts))
+        for low, piece in pieces:
+            place = operands[0][low : low + size]
+            result = self._apply(node, piece, low, measures)
+            if result.data_ptr() != place.data_ptr():
+                place.copy_(result)
+        return operands[0]
+
+    def _load(self, node: Stored, tile: Tile, number: torch.dtype, *, must_be_finite: bool) -> Tensor:
+        source, dtype = self._sources[node.slot], DTYPES[node.dtype]
+        stored_as = getattr(torch, dtype.torch)
+        size = dtype.bits // 8
+        values = self._take(tile.high - tile.low, number)
+        for low, high in self._pieces(tile.high - tile.low):
+            part = values[low:high]
+            raw = part.view(torch.uint8) if stored_as == number else self._raw[: (high - low) * size]
+            source.read_into(node.key, (tile.low + low) * size, _view(raw))
+            if must_be_finite and not bits_finite(raw.numpy(), dtype.bits, dtype.unbounded):
+                raise NumberError(
+                    f"model {node.slot} holds a value that is not finite",
+                    file=source.path,
+                    tensor=node.key,
+                    hint="exclude the tensor, or use a file without the damage",
+                )
+            if stored_as != number:
+                part.copy_(raw.view(stored_as))
+        return values
+
+    def _store(self, step: Step, first: int, values: Tensor) -> None:
+        """Round to the stored dtype, check, write."""
+        dtype = DTYPES[step.dtype]
+        size = dtype.bits // 8
+        for low, high in self._pieces(values.numel()):
+            part = values[low:high]
+            raw = self._rounded(part, dtype)
+            if not bits_finite(raw.numpy(), dtype.bits, dtype.unbounded):
+                self._explain(step, part, raw, dtype)
+            self._sink.write(step.key, (first + low) * size, _view(raw))
+
+    def _rounded(self, part: Tensor, dtype: Dtype) -> Tensor:
+        """Bytes of the values in their stored dtype; fp8 saturates, and what did is counted."""
+        stored_as = getattr(torch, dtype.torch)
+        if stored_as == part.dtype:
+            return part.contiguous().view(torch.uint8)
+        if dtype.rank == 1 and all_finite(part):
+            beyond = int((part.abs() > dtype.largest).sum())
+            self.saturated += beyond
+            part = part.clamp(-dtype.largest, dtype.largest) if beyond else part
+        raw = self._raw[: part.numel() * dtype.bits // 8]
+        raw.view(stored_as).copy_(part)
+        return raw
+
+    def _explain(self, step: Step, part: Tensor, raw: Tensor, dtype: Dtype) -> None:
+        """Say what is wrong with a result; a copied tensor may keep what was not finite before its cast."""
+        before = torch.isfinite(part)
+        after = torch.isfinite(raw.view(getattr(torch, dtype.torch)).to(part.dtype))
+        born = before & ~after
+        if bool(born.any()):
+            largest = float(part[born].abs().max())
+            raise NumberError(
+                f"a value of {largest:g} does not fit {dtype.option}, which ends at {dtype.largest:g}",
+                tensor=step.key,
+                hint="store it wider: --save-dtype bf16 or fp32",
+            )
+        if step.action == "merged":
+            raise NumberError(
+                "the result holds a value that is not finite",
+                tensor=step.key,
+                hint="lower the method's parameters, or exclude the tensor",
+            )
+
+    def _pieces(self, count: int) -> Iterator[tuple[int, int]]:
+        return ((low, min(low + self._tile, count)) for low in range(0, count, self._tile))
+
+    def _take(self, count: int, number: torch.dtype) -> Tensor:
+        """Room for `count` elements: a buffer of this worker, or a new one for what is larger than it keeps."""
+        if count > self._keep:
+            return torch.empty(count, dtype=number)
+        if self._taken == len(self._pool):
+            self._pool.append(self._bytes(self._tile))
+        if self._pool[self._taken].numel() < count * _WIDEST_BYTES:
+            self._pool[self._taken] = self._bytes(self._keep)
+        self._taken += 1
+        return self._pool[self._taken - 1][: count * number.itemsize].view(number)
+
+    @staticmethod
+    def _bytes(elements: int) -> Tensor:
+        return torch.empty(elements * _WIDEST_BYTES, dtype=torch.uint8)
+
+
+def _number(step: Step) -> torch.dtype:
+    """float32, or float64 where an input is."""
+    return torch.float64 if any(leaf.dtype == "F64" for leaf in leaves(step.node)) else torch.float32
+
+
+def _shaped(node: Merged, operands: list[Tensor]) -> list[Tensor]:
+    """Flat operands in the shape that the method asks for."""
+    if node.whole:
+        return [operand.reshape(node.shape) for operand in operands]
+    return [operand.reshape(-1, node.columns) for operand in operands] if node.rows else operands
+
+
+def _view(raw: Tensor) -> memoryview:
+    return raw.numpy().data
