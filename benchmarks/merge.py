@@ -23,7 +23,7 @@ from protocol import MARGIN, OUT, Job, Place, Row, alternate, memory_available, 
 HERE = Path(__file__).parent
 ROWS = {
     "plain": "hashes cached, no fsync",
-    "fsync": "hashes cached, fsync on both sides, output on a disk",
+    "fsync": "hashes cached, fsync on both sides",
     "first": "first run: hashes of the inputs not cached, no fsync",
 }
 
@@ -104,8 +104,8 @@ def main() -> None:
     for model in args.models.split(","):
         for kind in args.rows.split(","):
             place, rows = measure(model, kind, args)
-            where = "memory" if place.in_memory else "a disk, synced before each run"
-            print(f"\n### {model}: {ROWS[kind]} (output in {where})\n\n{table(rows)}", flush=True)
+            where = "in memory" if place.in_memory else "on a disk, synced before each run"
+            print(f"\n### {model}: {ROWS[kind]} (output {where})\n\n{table(rows)}", flush=True)
             jobs = [asdict(row) for row in rows]
             results.append({"model": model, "row": kind, "in_memory": place.in_memory, "jobs": jobs})
     if args.json:

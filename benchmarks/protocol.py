@@ -1,4 +1,4 @@
-"""The protocol of all benchmarks: floor and job alternate in fresh processes; foreign load is noted beside."""
+"""The protocol of all benchmarks: floor and job alternate in fresh processes, foreign load noted beside."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         lines.append(_line("floor", row.floors, "", ""))
-        note = f" ({row.repeats} rounds repeated)" if row.repeats else ""
+        note = f" (repeated: {row.repeats})" if row.repeats else ""
         lines.append(_line(row.name + note, row.runs, f"**{row.ratio:.2f}**", f"{row.cpu_ratio:.2f}"))
     return "\n".join(lines)
 

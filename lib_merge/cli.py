@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
-from tqdm import tqdm
 
 from . import report
-from .cli_parse import assignments, metadata_object, model_argument, read_recipe, rule
-from .cli_text import describe_plan, describe_result, inspect_text, method_text, methods_table, plan_dict
-from .errors import MergeError, PlanError, RecipeError
+from .catalog import Catalog, refuse_missing, search
+from .cli_parse import metadata_object, model_argument, parameters, read_recipe, rule
+from .cli_text import describe_plan, describe_result, inspect_text, method_dict, method_text, methods_table, plan_dict
+from .errors import MergeError, OutputError, PlanError, Problem, RecipeError
 from .events import Progress
 from .execute import Result
+from .files.hashes import HashCache
 from .inspection import inspect
 from .kernels.registry import all_methods, method
 from .merge import convert, merge, run
@@ -119,8 +122,7 @@ def _merge(
     """Merge checkpoints: A is the base, the output follows it."""
     paths = [model_argument(text, method_id) for text in models]
     short = {name: options.pop(name) for name in ("alpha", "beta", "gamma", "delta")}
-    given = {name: value for text in params for name, value in assignments(text, exactly=1).items()}
-    given |= {name: value for name, value in short.items() if value is not None}
+    given = parameters(params, {name: value for name, value in short.items() if value is not None})
     if len(paths) < 2:
         raise RecipeError(f"{method_id} needs at least two models", hint="lib-merge merge A B -o OUT")
     _finish(
@@ -157,10 +159,17 @@ def _convert(model: str, metadata: str | None, **options: Any) -> None:
 @_models_option
 @_writing_options
 def _run(recipe: str, models: Sequence[str], **options: Any) -> None:
-    """Run a recipe again: a .json file, or a merged file that holds one."""
+    """Run a recipe again: a .json file, or a merged file that holds one. Inputs beside it are found by themselves."""
     path = Path(recipe)
-    folders: list[Path | str] = [*models, path.absolute().parent]
-    _finish(lambda how: run(read_recipe(path), out=how.pop("out"), models=folders, **how), options)
+
+    def again(how: dict[str, Any]) -> Result:
+        wanted = read_recipe(path)
+        catalog = Catalog([Path(folder) for folder in models], HashCache(), near=[path.absolute().parent])
+        located, missing = search(wanted, {}, catalog)
+        refuse_missing(missing)
+        return run(wanted, out=how.pop("out"), files=located, **how)
+
+    _finish(again, options)
 
 
 @cli.command("verify")
@@ -174,7 +183,7 @@ def _verify(out: str, models: Sequence[str], threads: int | None, as_json: bool,
     with _Bar() as bar:
         found = verify(out, models=models, threads=threads, on_progress=bar)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        _print_json(found.to_dict())
     elif found.missing_inputs:
         print(f"not verified: {', '.join(found.missing_inputs)} not found; name the folder with --models DIR")
     elif found.differing:
@@ -195,17 +204,18 @@ def _verify(out: str, models: Sequence[str], threads: int | None, as_json: bool,
 def _inspect(file: str, check: bool, as_json: bool, debug: bool) -> None:
     """Say what a model file is, from its header."""
     found = inspect(file, check=check)
-    print(json.dumps(found, ensure_ascii=False) if as_json else inspect_text(found))
+    _print_json(found) if as_json else print(inspect_text(found))
     if found.get("damaged"):
         raise SystemExit(1)
 
 
 @cli.command("recipe")
 @click.argument("file", metavar="FILE")
+@_json_option
 @_debug_option
-def _recipe(file: str, debug: bool) -> None:
+def _recipe(file: str, as_json: bool, debug: bool) -> None:
     """Print the recipe that a merged file holds."""
-    print(json.dumps(json.loads(to_json(read_recipe(Path(file)))), indent=2, ensure_ascii=False))
+    _print_json(json.loads(to_json(read_recipe(Path(file)))), indent=None if as_json else 2)
 
 
 @cli.command("methods")
@@ -217,22 +227,28 @@ def _methods(method_id: str | None, show_all: bool, as_json: bool, debug: bool) 
     """List the merge methods, or show one with formula and parameters."""
     chosen = [method(method_id)] if method_id else list(all_methods().values())
     if as_json:
-        print(json.dumps([_method_dict(item.id) for item in chosen], ensure_ascii=False))
+        _print_json({"methods": [method_dict(item) for item in chosen]})
     else:
         print(method_text(chosen[0]) if method_id else methods_table(chosen))
 
 
 @cli.command("demo")
 @click.option("-o", "--output", "folder", default="lib_merge_demo", show_default=True, metavar="DIR")
+@click.option("--overwrite", is_flag=True, help="Replace the files of an earlier demo.")
 @_debug_option
-def _demo(folder: str, debug: bool) -> None:
+def _demo(folder: str, overwrite: bool, debug: bool) -> None:
     """Make two small sample checkpoints with SD1.5's tensor names, merge, report and verify them."""
     from .samples import make_sample
 
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    a, b = (make_sample(root / f"sample_{name}.safetensors", number) for number, name in enumerate("ab"))
     out, table = root / "merged.safetensors", root / "report.html"
+    a, b = (root / f"sample_{name}.safetensors" for name in "ab")
+    for path in (a, b, out, table):
+        if path.exists() and not overwrite:
+            raise OutputError("the demo would replace a file", file=path, hint="name another folder, or --overwrite")
+    root.mkdir(parents=True, exist_ok=True)
+    for number, path in enumerate((a, b)):
+        make_sample(path, number)
     print(f"made {a} and {b}\n\n$ lib-merge merge {a} {b} --alpha 0.3 -o {out} --report {table} --overwrite")
     made = merge(a, b, out=out, alpha=0.3, report=True, overwrite=True)
     report.save(made.rows or [], table, out.name)
@@ -251,7 +267,8 @@ def _finish(work: Callable[[dict[str, Any]], Result], options: dict[str, Any]) -
     options.pop("debug")
     report_path = Path(table) if table else None
     if report_path is not None:
-        report.check_report_path(report_path)
+        report_path = report.numbered(report_path) if options["number"] else report_path
+        report.check_report_path(report_path, options["overwrite"])
     how = {
         **options,
         "out": options["output"],
@@ -265,22 +282,26 @@ def _finish(work: Callable[[dict[str, Any]], Result], options: dict[str, Any]) -
     with _Bar() as bar:
         made = work({**how, "on_progress": bar})
     if options["dry_run"]:
-        print(json.dumps(plan_dict(made.plan), ensure_ascii=False) if as_json else describe_plan(made.plan))
-        made.plan.check()
+        _print_json(plan_dict(made.plan)) if as_json else print(describe_plan(made.plan))
+        if errors := made.plan.errors():
+            _print_problems(errors)
+            raise SystemExit(1)
         return
     if report_path is not None:
         report.save(made.rows or [], report_path, made.output.name)
-    print(json.dumps(made.to_dict(), ensure_ascii=False) if as_json else describe_result(made))
+    _print_json(made.to_dict()) if as_json else print(describe_result(made))
 
 
 class _Bar:
     """A progress bar on stderr, only where somebody watches."""
 
     def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
+        self._bar: Any = None
 
     def __call__(self, progress: Progress) -> None:
         if self._bar is None:
+            from tqdm import tqdm  # here: what only reads headers shows no bar and need not wait for it
+
             self._bar = tqdm(total=progress.total_bytes, unit="B", unit_scale=True, disable=None, leave=False)
         self._bar.set_description(progress.stage, refresh=False)
         self._bar.update(progress.done_bytes - self._bar.n)
@@ -293,34 +314,35 @@ class _Bar:
             self._bar.close()
 
 
-def _method_dict(name: str) -> dict[str, Any]:
-    item = method(name)
-    params = [{"name": p.name, "default": p.default, "range": p.range, "meaning": p.meaning} for p in item.params]
-    return {
-        "id": item.id,
-        "label": item.label,
-        "inputs": list(item.inputs),
-        "formula": item.formula,
-        "summary": item.summary,
-        "strength": item.strength,
-        "params": params,
-        "random": item.random,
-        "exact_arithmetic": item.exact_arithmetic,
-        "exact_a": item.exact_a,
-        "exact_b": item.exact_b,
-    }
+def _print_json(value: Any, indent: int | None = None) -> None:
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(value, indent=indent, ensure_ascii=not unicode))
 
 
 def _print_error(error: MergeError, as_json: bool) -> None:
-    problems = error.problems if isinstance(error, PlanError) else ()
+    only = Problem("error", error.what, error.file, error.tensor, error.hint)
+    problems = error.problems if isinstance(error, PlanError) else (only,)
     if as_json:
         fields = {"what": error.what, "file": error.file, "tensor": error.tensor, "hint": error.hint}
-        print(json.dumps({"error": fields, "problems": [vars(problem) for problem in problems]}, ensure_ascii=False))
-    for item in problems or (error,):
+        _print_json({"error": fields, "problems": [vars(problem) for problem in problems]})
+    _print_problems(problems)
+
+
+def _print_problems(problems: Iterable[Problem]) -> None:
+    for item in problems:
         where = [f"{name} {value}" for name, value in (("file", item.file), ("tensor", item.tensor)) if value]
         print(f"error: {item.what}" + (f" ({', '.join(where)})" if where else ""), file=sys.stderr)
         if item.hint:
             print(f"hint: {item.hint}", file=sys.stderr)
+
+
+def _print_usage_error(error: click.UsageError) -> None:
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: click shows the help
+        error.show()
+        return
+    print(f"error: {error.format_message()}", file=sys.stderr)
+    command = error.ctx.command_path if error.ctx else "lib-merge"
+    print(f"hint: {command} --help", file=sys.stderr)
 
 
 def _terminated(number: int, frame: object) -> None:
@@ -337,11 +359,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 done or check passed, 1 stopped or failed, 2 the command line cannot be parsed, 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _terminated)
+    for stream in (sys.stdout, sys.stderr):  # a console that lacks a character shows its number instead
+        with suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         cli.main(args=words, prog_name="lib-merge", standalone_mode=False)
+        sys.stdout.flush()
     except click.UsageError as error:
-        error.show()
+        _print_usage_error(error)
         return 2
     except (click.Abort, KeyboardInterrupt):
         print("error: interrupted; nothing was written under the output's name", file=sys.stderr)
@@ -353,4 +380,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except SystemExit as stop:
         return int(stop.code or 0)
+    except BrokenPipeError:  # who read our output has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for what Python still flushes at its end
+        return 1
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print("hint: this should not happen: run it again with --debug and report what it shows", file=sys.stderr)
+        return 1
     return 0

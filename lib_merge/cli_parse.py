@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,37 @@ import click
 
 from .errors import RecipeError
 from .files.open import open_model
+from .kernels.registry import method
 from .recipe import Recipe, from_json
 from .verify import stored_recipe
 
 _NUMBER = re.compile(r"^(?P<rest>.+?)@(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$", re.IGNORECASE)
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*(\S+)")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*([^\s,]+)")
 
 
 def model_argument(text: str, method_id: str) -> str:
     """A model argument without its `@W`; these methods take no weight for each model."""
-    if not Path(text).exists() and (match := _NUMBER.match(text)):
+    rest = text
+    for _ in range(2):  # W and TE_W
+        if not Path(rest).exists() and (match := _NUMBER.match(rest)):
+            rest = match["rest"]
+    if rest != text:
         raise RecipeError(
-            f"{method_id} takes no weight for each model ({text})", hint=f"write {match['rest']} and set --alpha"
+            f"{method_id} takes no weight for each model ({text})",
+            hint=f"write {rest} and set --{method(method_id).strength}",
         )
     return text
+
+
+def parameters(texts: Sequence[str], short: Mapping[str, float]) -> dict[str, Any]:
+    """The parameters of `-p NAME=VALUE` options and of short ones such as `--alpha`."""
+    given: dict[str, Any] = dict(short)
+    for text in texts:
+        for name, value in assignments(text, exactly=1).items():
+            if name in given:
+                raise RecipeError(f"{name} is given twice", hint="give each parameter once")
+            given[name] = value
+    return given
 
 
 def assignments(text: str, *, exactly: int | None = None) -> dict[str, Any]:
@@ -33,7 +51,11 @@ def assignments(text: str, *, exactly: int | None = None) -> dict[str, Any]:
     rest = _ASSIGNMENT.sub("", text).strip(" ,")
     if rest or not found or (exactly is not None and len(found) != exactly):
         raise click.UsageError(f"{text!r} is not NAME=VALUE")
-    return {name: _value(name, value.rstrip(",")) for name, value in found}
+    names = [name for name, _ in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(f"{name} is given twice in {text!r}", hint="give each parameter once")
+    return {name: _value(name, value) for name, value in found}
 
 
 def _value(name: str, text: str) -> float | bool:

@@ -21,6 +21,9 @@ def describe_result(made: Result) -> str:
         f"{len(made.unused)} unused"
     ]
     lines += [f"warning: {text}" for text in made.warnings]
+    for problem in made.plan.problems:
+        if problem.level == "note":
+            lines.append(f"note: {problem.what}" + (f" ({problem.hint})" if problem.hint else ""))
     size = made.plan.output_bytes
     lines.append(f"{size / 1e6:,.1f} MB in {made.seconds:.1f} s, peak memory {made.peak_rss_mb:.0f} MB")
     if made.sha256:
@@ -80,6 +83,24 @@ def methods_table(methods: Sequence[Method]) -> str:
         lines.append(f"{item.id} ({params})  models {' '.join(item.inputs)}")
         lines += textwrap.wrap(item.formula, 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([*lines, "", "lib-merge methods ID shows one in full."])
+
+
+def method_dict(item: Method) -> dict[str, Any]:
+    """A method for `methods --json`."""
+    params = [{"name": p.name, "default": p.default, "range": p.range, "meaning": p.meaning} for p in item.params]
+    return {
+        "id": item.id,
+        "label": item.label,
+        "inputs": list(item.inputs),
+        "formula": item.formula,
+        "summary": item.summary,
+        "strength": item.strength,
+        "params": params,
+        "random": bool(item.random),
+        "exact_arithmetic": item.exact_arithmetic,
+        "exact_a": item.exact_a,
+        "exact_b": item.exact_b,
+    }
 
 
 def method_text(item: Method) -> str:

@@ -14,7 +14,7 @@ from .files.source import Source
 from .kernels.registry import Measure, method
 from .lazy import torch
 from .plan import Plan
-from .steps import Merged, Step, Stored
+from .steps import Merged, Step, Stored, leaves
 from .tiles import TILE, cut, keep_elements, kept
 from .worker import Sink, Tile, Watch, Worker
 
@@ -103,7 +103,7 @@ class _Crew:
         self._error: BaseException | None = None
         self._stopped = False
         self.saturated = 0
-        self._big = [step for step in plan.steps if step.measured and not kept(step, options.threads)]
+        self._big = [step for step in plan.steps if step.measured and not (step.whole or kept(step, options.threads))]
         passes = sum(nbytes(step.dtype, step.numel) * len(_measures_of(step)) for step in self._big)
         self.total_bytes = passes + sum(nbytes(step.dtype, step.numel) for step in plan.steps)
 
@@ -198,7 +198,8 @@ def _measures_of(step: Step) -> tuple[Measure, ...]:
 
 
 def _tiles(step: Step, size: int) -> Iterator[Tile]:
-    return (Tile(step, low, min(low + size, step.numel)) for low in range(0, step.numel, size))
+    wide = any(leaf.dtype == "F64" for leaf in leaves(step.node))
+    return (Tile(step, low, min(low + size, step.numel), wide) for low in range(0, step.numel, size))
 
 
 def work_list(

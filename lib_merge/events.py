@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["merging", "hashing", "publishing", "verifying"]
+Stage = Literal["merging", "hashing", "publishing", "verifying", "comparing"]
 
 
 @dataclass(frozen=True)

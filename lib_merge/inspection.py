@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,19 @@ def inspect(path: Path | str, *, check: bool = False, cache: HashCache | None = 
     Raises:
         FileError: it cannot be opened or read.
     """
-    source = open_model(path)
+    with closing(open_model(path)) as source:
+        result = _described(source, path, cache or HashCache())
+        if check:
+            result["damaged"] = dict(_damage(source))
+    return result
+
+
+def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, Any]:
     tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
     found = families.detect(tensors)
     storages = sorted(set(coded_tensors({key: dtype for key, (dtype, _) in tensors.items()}).values()))
-    text = source.metadata.get(METADATA_KEY)
-    result: dict[str, Any] = {
+    recipe, notes = _recipe(source)
+    return {
         "file": str(path),
         "kind": found.kind,
         "family": found.name,
@@ -57,16 +65,21 @@ def inspect(path: Path | str, *, check: bool = False, cache: HashCache | None = 
         "components": dict(Counter(families.component_of(key, found) for key in tensors).most_common()),
         "blocks": families.block_names(tensors, found),
         "metadata": {key: value for key, value in source.metadata.items() if key != METADATA_KEY},
-        "recipe": json.loads(text) if text else None,
+        "recipe": recipe,
         "ranks": {},
         "trigger_words": [],
-        "hashes": {"sha256": (cache or HashCache()).get_source(source)},
-        "notes": list(source.notes),
+        "hashes": {"sha256": cache.get_source(source)},
+        "notes": [*source.notes, *notes],
     }
-    if check:
-        result["damaged"] = dict(_damage(source))
-    source.close()
-    return result
+
+
+def _recipe(source: Source) -> tuple[Any, list[str]]:
+    """The recipe as it stands in the header, and what is wrong with it."""
+    text = source.metadata.get(METADATA_KEY)
+    try:
+        return json.loads(text) if text else None, []
+    except (ValueError, RecursionError):
+        return None, ["the recipe in the header is not JSON"]
 
 
 def _damage(source: Source) -> Iterator[tuple[str, str]]:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import CancelledError
+from .errors import CancelledError, PlanError
 from .events import CancelToken, OnProgress, Progress
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 Work = Callable[[OnProgress, CancelToken], Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A run in a thread of its own.
 
@@ -82,6 +82,9 @@ class Job:
 
     def _end(self, state: State) -> None:
         self.ended = time.time()
-        self.log.append(str(self.error) if self.error else state)
+        if isinstance(self.error, PlanError):
+            self.log += [problem.what for problem in self.error.problems]
+        else:
+            self.log.append(state if self.error is None else str(self.error) or type(self.error).__name__)
         self.state = state
         self._over.set()

@@ -23,7 +23,8 @@ def finder(base: Collection[str], other: Collection[str], prefixes: Sequence[str
             return key
         if mine is not None and key.startswith(mine):
             candidate = theirs + key[len(mine) :]
-            return candidate if candidate in other else None
+            # What A has under that very name is that tensor's counterpart, not this one's.
+            return candidate if candidate in other and candidate not in base else None
         return None
 
     return find

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ import msgspec
 from . import recipe as recipes
 from .errors import RecipeError
 from .files.source import Source
+from .patterns import split
 from .recipe import METADATA_KEY, VERSION_KEY, Recipe, Slot
 from .version import __version__
 
@@ -18,7 +21,7 @@ UNKNOWN_SHA256 = "0" * 64
 UNKNOWN_LEGACY = "0" * 8
 _HOST_RECIPE, _HOST_MODELS = "sd_merge_recipe", "sd_merge_models"
 # Hashes of the old contents: a reader would take them for the result's.
-_STALE = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+_STALE = ("sshs_", "modelspec.hash_")
 _NAMES_INPUTS = (METADATA_KEY, VERSION_KEY, _HOST_RECIPE, _HOST_MODELS, "modelspec.merged_from")
 # A parent's own recipe is carried along up to this size; families of merges would double with each generation.
 _LARGEST_PARENT_BYTES = 256 << 10
@@ -35,7 +38,8 @@ def header_metadata(
     """Metadata of each part of the output.
 
     Unknown hashes become zeros, so that the text is never shorter than with the real ones: the header's size is
-    known before the hashes are.
+    known before the hashes are. A model counts as unknown unless both its hashes are given, so that the planned text
+    is the same whether some are remembered or not.
 
     Args:
         recipe: complete recipe.
@@ -43,11 +47,16 @@ def header_metadata(
         inherited: metadata of A's parts.
         hashes: slot path -> sha256.
         legacy: slot path -> the hosts' old 8-digit hash.
-        keep_recipe: store the recipe (in the first part) and the hosts' notes.
+        keep_recipe: store the recipe (in the first part) and the hosts' notes; else nothing may name an input.
     """
     results = []
+    names = [] if keep_recipe else [source.name for source in sources.values()]
     for number, values in enumerate(inherited):
-        kept = {key: value for key, value in values.items() if key not in (*_NAMES_INPUTS, *_STALE)}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if key not in _NAMES_INPUTS and not key.startswith(_STALE) and not _tells(value, names)
+        }
         result = {"format": "pt", **kept, **recipe.output.metadata}
         if keep_recipe and number == 0:
             result |= _provenance(recipe, sources, hashes, legacy)
@@ -59,21 +68,29 @@ def text_metadata(values: Mapping[str, Any]) -> dict[str, str]:
     """A user's metadata as strings: anything that is not text becomes JSON.
 
     Raises:
-        RecipeError: a value that JSON cannot hold.
+        RecipeError: a value that JSON, or a name or text that UTF-8 cannot hold.
     """
     result = {}
     for key, value in values.items():
         try:
-            result[str(key)] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            f"{key}{text}".encode()
+            result[str(key)] = text
         except (TypeError, ValueError) as error:
             raise RecipeError(f"the metadata value of {key!r} cannot be stored: {error}") from error
     return result
 
 
+def _tells(text: str, names: Iterable[str]) -> bool:
+    """True when a text names one of the files, with or without its suffix."""
+    words = {word for name in names for word in (name, PurePath(name).stem)}
+    return any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) for word in words)
+
+
 def _provenance(
     recipe: Recipe, sources: Mapping[str, Source], hashes: Mapping[str, str], legacy: Mapping[str, str]
 ) -> dict[str, str]:
-    known = {slot: hashes.get(slot) or UNKNOWN_SHA256 for slot in sources}
+    known = {slot: hashes[slot] if slot in hashes and slot in legacy else UNKNOWN_SHA256 for slot in sources}
     full = _with_parents(recipes.with_hashes(recipe, known), sources, "")
     note = _host_recipe(recipe, known)
     return {
@@ -116,7 +133,7 @@ def _host_recipe(recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:
         "custom_name": "",
         "config_source": 0,
         "bake_in_vae": recipe.vae.file if recipe.vae else None,
-        "discard_weights": " ".join(recipe.discard),
+        "discard_weights": "|".join(split(recipe.discard)),
         "is_inpainting": False,
         "is_instruct_pix2pix": False,
     }

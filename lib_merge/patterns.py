@@ -30,7 +30,7 @@ def compiled(pattern: str, glob: bool) -> Match:
     source = "(?s:.*)" + fnmatch.translate(f"{pattern}*") if glob else pattern
     try:
         expression = re.compile(source)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         hint = "with --glob, * and ? are wildcards" if "*" in pattern else None
         raise RecipeError(f"the pattern {pattern!r} is not a regular expression: {error}", hint=hint) from error
     if glob:

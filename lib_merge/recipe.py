@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
@@ -148,10 +149,13 @@ def to_json(recipe: Recipe) -> str:
     """Canonical JSON: every field written out, keys sorted, no spaces; equal recipes give equal text.
 
     Raises:
-        RecipeError: a value of the wrong type.
+        RecipeError: a value of the wrong type, or a number that is not finite.
     """
     document = _without_minus_zero(msgspec.to_builtins(validated(recipe)))
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    try:
+        return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise RecipeError("the recipe is not valid: it holds a number that is not finite") from error
 
 
 def json_schema() -> dict[str, Any]:
@@ -186,17 +190,45 @@ _CHOICES = {"task": Task, "mismatch": Mismatch, "save_dtype": SaveDtype, "only":
 
 
 def _converted(document: object, where: object) -> Recipe:
+    document = _current(document, where)
     try:
-        recipe = msgspec.convert(_current(document, where), Recipe)
-    except (msgspec.ValidationError, OverflowError) as error:
+        recipe = msgspec.convert(document, Recipe)
+    except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$.")
-        field = place.rstrip("`")
+        field = _full(document, place.rstrip("`"))
         choices = get_args(_CHOICES.get(field.rpartition(".")[2]))
         hint = f"choose one of: {', '.join(choices)}" if choices else None
         shown = f"{field}: {what}" if field else what.replace("Object contains", "it has an")
         raise RecipeError(f"the recipe is not valid: {shown}", file=where, hint=hint) from error
     _check_names(recipe, where)
     return recipe
+
+
+def _full(document: Any, field: str) -> str:
+    """A field as it is called: `params[...]` with the name that the dots stand for."""
+    shown, inner = "", document
+    for part in re.findall(r"\[\.\.\.\]|\[\d+\]|\.?[^.\[]+", field):
+        if part == "[...]":
+            name = next((name for name in inner if _fails_alone(document, inner, name)), None)
+            if name is None:
+                return field
+            shown, inner = f"{shown}.{name}", inner[name]
+        else:
+            shown += part
+            inner = inner[int(part[1:-1])] if part[0] == "[" else inner.get(part.lstrip(".")) or {}
+    return shown
+
+
+def _fails_alone(document: Any, table: dict[str, Any], name: str) -> bool:
+    """True when the document is wrong also without the other entries of one of its tables."""
+    others = {other: table.pop(other) for other in list(table) if other != name}
+    try:
+        msgspec.convert(document, Recipe)
+    except msgspec.ValidationError:
+        return True
+    finally:
+        table.update(others)
+    return False
 
 
 def _current(document: object, where: object) -> object:

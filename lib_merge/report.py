@@ -34,16 +34,31 @@ def table(rows: Rows) -> pd.DataFrame:
     return pd.DataFrame([{**row, "shape": "×".join(map(str, row["shape"])) or "scalar"} for row in rows])
 
 
-def check_report_path(path: Path) -> None:
+def numbered(path: Path) -> Path:
+    """The path itself, or NAME_1, NAME_2 … : the first that does not exist."""
+    candidate, count = path, 0
+    while candidate.exists() or candidate.is_symlink():
+        count += 1
+        candidate = path.with_name(f"{path.stem}_{count}{path.suffix}")
+    return candidate
+
+
+def check_report_path(path: Path, overwrite: bool = False) -> None:
     """Refuse a report name before the run.
 
+    Args:
+        path: where the report is to be written.
+        overwrite: it may replace a file.
+
     Raises:
-        OutputError: another ending than .csv, .json, .html, or no such folder.
+        OutputError: another ending than .csv, .json, .html, no such folder, or the file exists.
     """
     if path.suffix not in SUFFIXES:
         raise OutputError(f"a report ends in {', '.join(SUFFIXES)}", file=path, hint=f"write {path.stem}.csv")
     if not path.parent.is_dir():
         raise OutputError("the report's folder does not exist", file=path, hint=f"make it first: {path.parent}")
+    if path.is_dir() or ((path.exists() or path.is_symlink()) and not overwrite):
+        raise OutputError("the report exists", file=path, hint="choose another name, or --overwrite, or --number")
 
 
 def save(rows: Rows, path: Path, title: str) -> None:
@@ -53,13 +68,13 @@ def save(rows: Rows, path: Path, title: str) -> None:
         OutputError: it cannot be written.
     """
     try:
-        path.write_text(_TEXT[path.suffix](rows, title), "utf-8")
+        path.write_text(_TEXT[path.suffix](rows, title), "utf-8", newline="\n")
     except OSError as error:
         raise OutputError(f"cannot write the report: {error.strerror}", file=path) from error
 
 
 def _csv(rows: Rows, title: str) -> str:
-    return str(table(rows).to_csv(index=False))
+    return str(table(rows).to_csv(index=False, lineterminator="\n"))
 
 
 def _json(rows: Rows, title: str) -> str:
@@ -74,7 +89,12 @@ def _json(rows: Rows, title: str) -> str:
 def _html(rows: Rows, title: str) -> str:
     from html import escape
 
-    body = table(rows).to_html(index=False, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}", border=0)
+    import pandas as pd
+
+    with pd.option_context("display.max_colwidth", None):  # or long names would be cut
+        body = table(rows).to_html(
+            index=False, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}", border=0
+        )
     head = f'<meta charset="utf-8"><title>{escape(title)}</title>{_STYLE}'
     return f"<!doctype html><html><head>{head}</head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
 

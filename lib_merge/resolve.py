@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -25,6 +25,8 @@ from .steps import Merged, Node, Step, Stored, Zeros
 _NAMED_AT_MOST = 8
 # Where a VAE's tensors stand in a checkpoint, and in a file of its own (bare names).
 _VAE_PREFIXES = ("first_stage_model.", "vae.", "vae/", "")
+# Last names of tensors that are copied bit for bit, whatever dtype is asked for; empty tensors are too.
+_MARKERS = ("position_ids", "v_pred", "ztsnr")
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,16 @@ def resolve(recipe: Recipe, sources: Mapping[str, Source], path: str = "") -> Re
     recipe, problems = checked(recipe)
     models: dict[str, Mapping[str, Node]] = {}
     slots: dict[str, Slot | None] = {}
+    discarded: list[str] = []
+    unused: list[tuple[str, str]] = []
     for name, slot in recipe.models.items():
         if slot is not None and slot.recipe is not None:
-            inner = resolve(slot.recipe, sources, f"{path}{name}.")
+            inner = _inner(slot.recipe, sources, path, name)
             models[name] = {step.key: step.node for step in inner.steps}
             slots[name] = Slot(recipe=inner.recipe)
             problems += inner.problems
+            unused += inner.unused
+            discarded += inner.discarded if name == "A" else ()
         else:
             models[name] = _stored(f"{path}{name}", sources[f"{path}{name}"])
             slots[name] = slot
@@ -69,13 +75,23 @@ def resolve(recipe: Recipe, sources: Mapping[str, Source], path: str = "") -> Re
     return Resolved(
         recipe,
         tuple(steps),
-        tuple(resolver.discarded),
-        tuple(resolver.unused()),
+        (*discarded, *resolver.discarded),
+        (*unused, *resolver.unused()),
         (*problems, *resolver.problems(steps)),
     )
 
 
-def _stored(slot: str, source: Source) -> dict[str, Node]:
+def _inner(recipe: Recipe, sources: Mapping[str, Source], path: str, name: str) -> Resolved:
+    """A model that is a recipe itself; what it has to say tells where it stands."""
+    where = f"in the recipe of {name}: "
+    try:
+        inner = resolve(recipe, sources, f"{path}{name}.")
+    except RecipeError as error:
+        raise RecipeError(where + error.what, file=error.file, tensor=error.tensor, hint=error.hint) from error
+    return replace(inner, problems=tuple(replace(found, what=where + found.what) for found in inner.problems))
+
+
+def _stored(slot: str, source: Source) -> dict[str, Stored]:
     return {key: Stored(slot, key, info.dtype, info.shape) for key, info in source.tensors.items()}
 
 
@@ -89,7 +105,10 @@ class _Resolver:
     discarded: list[str] = field(default_factory=list)
     mismatched: dict[str, list[str]] = field(default_factory=dict)
     used: set[tuple[str, str]] = field(default_factory=set)
-    vae: dict[str, Node] = field(default_factory=dict)
+    vae: dict[str, Stored] = field(default_factory=dict)
+    vae_unused: list[tuple[str, str]] = field(default_factory=list)
+    merged: int = 0
+    kept_codes: list[str] = field(default_factory=list)
     found: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -106,22 +125,33 @@ class _Resolver:
             for name, tensors in self.models.items()
         }
 
-    def take_vae(self, tensors: Mapping[str, Node]) -> None:
-        """Match A's VAE tensors with those of the VAE file."""
-        theirs = {_bare(key, component_of(key) == "vae"): node for key, node in tensors.items()}
-        for key, node in self.models["A"].items():
-            other = theirs.get(_bare(key, True)) if component_of(key, self.family) == "vae" else None
-            if other is not None and other.shape == node.shape:
+    def take_vae(self, tensors: Mapping[str, Stored]) -> None:
+        """Match A's VAE tensors with those of the VAE file; all of them must be there, half a VAE decodes nothing."""
+        family = detect(_shapes(tensors))
+        theirs = {_bare(key, component_of(key, family) == "vae"): node for key, node in tensors.items()}
+        mine = [key for key in self.models["A"] if component_of(key, self.family) == "vae"]
+        for key in mine:
+            other = theirs.get(_bare(key, True))
+            if other is not None and other.shape == self.models["A"][key].shape:
                 self.vae[key] = other
-        if not self.vae:
+        lacking = [key for key in mine if key not in self.vae]
+        if lacking or not mine:
+            what = f"lacks {_count(lacking)} that A's VAE has, or in another shape: {_names(lacking)}"
             raise RecipeError(
-                "no tensor of the VAE file fits a VAE tensor of model A",
-                hint="take a VAE of the same family, with the names of a checkpoint's VAE",
+                f"the VAE file {what}" if mine else "model A has no VAE that could be replaced",
+                hint="take a VAE of the same family, with the names of a checkpoint's VAE" if mine else None,
             )
+        coded = coded_tensors({key: node.dtype for key, node in tensors.items()})
+        for node in self.vae.values():
+            if node.key in coded:
+                raise RecipeError(f"the VAE file holds coded weights ({coded[node.key]})", tensor=node.key)
+        taken = {node.key for node in self.vae.values()}
+        self.vae_unused = [(f"{self.path}vae", key) for key in tensors if key not in taken]
 
     def step(self, key: str) -> Step | None:
         """What happens to a tensor of A; None when it is left out."""
         base = self.models["A"][key]
+        operands = {name: self._operand(name, key) for name in self.donors}
         if self.discard.match(key) or not self._kept_component(key):
             self.discarded.append(key)
             return None
@@ -129,7 +159,6 @@ class _Resolver:
             return self._copy(key, self.vae[key], "taken from the VAE file")
         if self.method is None:
             return self._copy(key, base, "")
-        operands = {name: self._operand(name, key) for name in self.donors}
         if self.exclude.match(key) != self.recipe.include_mode:
             return self._copy(key, base, "not included" if self.recipe.include_mode else "excluded")
         self._refuse_coded(key, base, operands)
@@ -154,14 +183,14 @@ class _Resolver:
         reason = ""
         for name, node in operands.items():
             if node is None:
-                what = f"missing in {name}"
+                kind = what = f"missing in {name}"
             elif node.shape != base.shape:
-                what = f"shape differs in {name}: {list(base.shape)} and {list(node.shape)}"
+                kind, what = f"of another shape in {name}", f"{list(base.shape)} in A, {list(node.shape)} in {name}"
             elif not is_float(node.dtype):
-                what = f"{name} holds {node.dtype}, not numbers that can be merged"
+                kind = what = f"{node.dtype} in {name}, no numbers that can be merged"
             else:
                 continue
-            self.mismatched.setdefault(what.split(":")[0], []).append(key)
+            self.mismatched.setdefault(kind, []).append(key if what == kind else f"{key} ({what})")
             if self.recipe.mismatch == "zeros":
                 operands[name] = None
             else:
@@ -180,13 +209,29 @@ class _Resolver:
                 )
 
     def _copy(self, key: str, node: Node, reason: str) -> Step:
-        dtype = stored_dtype([node.dtype], self.recipe.output)
-        if isinstance(node, Stored) and node.key in self.coded["A"]:
+        """A tensor that this recipe applies no method to; where A is a recipe, that one may have."""
+        keep = self.recipe.output.save_dtype == "keep"
+        dtype = stored_dtype([self.models["A"][key].dtype if keep else node.dtype], self.recipe.output)
+        if 0 in node.shape or key.rpartition(".")[2] in _MARKERS:
             dtype = node.dtype
-        return Step(key, dtype, node.shape, "copied", node, reason)
+        elif dtype != node.dtype and key not in self.vae and key in self.coded["A"]:
+            self._keep_codes(key)
+            dtype = node.dtype
+        return Step(key, dtype, node.shape, "merged" if isinstance(node, Merged) else "copied", node, reason)
+
+    def _keep_codes(self, key: str) -> None:
+        """Codes have the dtype they have: convert refuses another one, a merge that excludes them leaves them alone."""
+        if self.method is None:
+            raise RecipeError(
+                f"model A holds coded weights ({self.coded['A'][key]}), which cannot be stored as another dtype",
+                tensor=key,
+                hint="leave --save-dtype out to copy them as they are, or take the 16-bit version of the model",
+            )
+        self.kept_codes.append(key)
 
     def _merge(self, key: str, base: Node, inputs: Sequence[Node]) -> Step:
         assert self.method is not None
+        self.merged += 1
         params, reason = self.settings.of(key)
         contributing = [node.dtype for node in inputs] if params[self.method.strength] != 0 else [base.dtype]
         dtype = stored_dtype(contributing, self.recipe.output)
@@ -206,8 +251,8 @@ class _Resolver:
         return Step(key, dtype, base.shape, "merged", node, reason)
 
     def unused(self) -> list[tuple[str, str]]:
-        """(slot path, key) of the donors' tensors that have no counterpart in A."""
-        return [
+        """(slot path, key) of the other files' tensors that have no counterpart in A."""
+        return self.vae_unused + [
             (self.path + name, key) for name in self.donors for key in self.models[name] if (name, key) not in self.used
         ]
 
@@ -217,25 +262,34 @@ class _Resolver:
         kept = {"zeros": "zeros stand in for them", "skip": "A's values are kept", "error": "mismatch is error"}
         for what, keys in self.mismatched.items():
             self.found.append(
-                Problem(level, f"{_count(keys)} {what}: {_names(keys)}; {kept[self.recipe.mismatch]}", tensor=keys[0])
+                Problem(
+                    level,
+                    f"{_count(keys)} {what}: {_names(keys)}; {kept[self.recipe.mismatch]}",
+                    tensor=keys[0].partition(" (")[0],
+                )
             )
         keys = list(self.models["A"])
         for option, patterns in (("exclude", self.exclude), ("discard", self.discard)):
             for text in patterns.unmatched(keys):
                 self.found.append(Problem("warning", f"the {option} pattern {text!r} matches no tensor of model A"))
         self.found += self.settings.notes
-        if self.method is not None and not any(step.action == "merged" for step in steps):
+        if self.method is not None and not self.merged:
             self.found.append(self._nothing_merged())
         if not steps:
-            self.found.append(Problem("error", "nothing is left: every tensor is discarded"))
-        self.found += _broken_positions(steps)
-        self.found += _wider(steps, self.models["A"], self.recipe)
+            lacking = f"; model A has no {self.recipe.only}" if self.recipe.only else ""
+            self.found.append(Problem("error", f"nothing is left: every tensor is discarded{lacking}"))
+        if self.kept_codes:
+            what = f"{_count(self.kept_codes)} of coded weights kept as stored: {_names(self.kept_codes)}"
+            self.found.append(Problem("note", what, tensor=self.kept_codes[0]))
+        if not self.path:  # what an inner recipe gives is not stored
+            self.found += _broken_positions(steps)
+            self.found += _wider(steps, self.models["A"], self.recipe)
         if unused := self.unused():
             self.found.append(
                 Problem(
                     "note",
-                    f"{_count(unused)} of the other models have no counterpart in A and are "
-                    f"not used: {_names([key for _, key in unused])}",
+                    f"{_count(unused)} of the other models without a counterpart in A, not used: "
+                    f"{_names([key for _, key in unused])}",
                 )
             )
         return self.found
@@ -269,6 +323,8 @@ def _never(key: str, node: Node, family: Detected) -> str:
     """Why a tensor is never merged whatever the others hold; empty when it may be."""
     if DTYPES[node.dtype].kind == "integer":
         return "integers are copied"
+    if node.dtype == "C64":
+        return "complex numbers are copied"
     if 0 in node.shape:
         return "an empty marker is copied"
     return never_merged(key, node.dtype, node.shape, family) or ""
@@ -296,7 +352,7 @@ def _wider(steps: Sequence[Step], base: Mapping[str, Node], recipe: Recipe) -> l
         notes.append(
             Problem(
                 "note",
-                f"{_count(wider)} come out wider than in A: {_names(wider)}",
+                f"{_count(wider)} stored wider than in A: {_names(wider)}",
                 hint="--save-dtype keep stores them as A does",
             )
         )
@@ -306,7 +362,7 @@ def _wider(steps: Sequence[Step], base: Mapping[str, Node], recipe: Recipe) -> l
         notes.append(
             Problem(
                 "note",
-                f"{_count(over)} stay wider than {recipe.output.save_dtype}: {_names(over)}",
+                f"{_count(over)} still wider than {recipe.output.save_dtype}: {_names(over)}",
                 hint="--override-dtype forces every float tensor to it",
             )
         )

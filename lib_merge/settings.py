@@ -45,17 +45,24 @@ def checked(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
         raise RecipeError("the recipe names no method", hint="lib-merge methods lists them")
     chosen = method(recipe.method)
     _check_slots(recipe, chosen.id, chosen.inputs)
-    params = chosen.check(recipe.params)
-    moved = [
+    moved = _moved(chosen, recipe.params, "")
+    for rule in recipe.rules:
+        moved += _moved(chosen, rule.params, f" (rule {rule.match})")
+    return msgspec.structs.replace(recipe, params=chosen.check(recipe.params)), moved
+
+
+def _moved(chosen: Method, values: Mapping[str, Value], where: str) -> list[Problem]:
+    """Warnings about values that count as the limit they are beyond."""
+    checked_values = chosen.check(values)
+    return [
         Problem(
             "warning",
-            f"{name} {value:g} is outside {chosen.param(name).range} and counts as {params[name]:g}",
+            f"{name} {value:g} is outside {chosen.param(name).range} and counts as {checked_values[name]:g}{where}",
             hint="task_arithmetic takes values outside" if chosen.id == "weighted_sum" else None,
         )
-        for name, value in recipe.params.items()
-        if params[name] != value
+        for name, value in values.items()
+        if checked_values[name] != value
     ]
-    return msgspec.structs.replace(recipe, params=params), moved
 
 
 def _check_slots(recipe: Recipe, what: str, wanted: tuple[str, ...]) -> None:
@@ -91,6 +98,8 @@ class Settings:
         for rule in recipe.rules:
             if chosen is None:
                 raise RecipeError("rules need a method")
+            if not rule.match.strip():
+                raise RecipeError("a rule has no pattern", hint='write it as "PATTERN: alpha=0.3"')
             test = compiled(rule.match, recipe.glob)
             if not any(map(test, keys)):
                 raise RecipeError(
@@ -106,10 +115,11 @@ class Settings:
         if chosen is None:
             raise RecipeError("blocks need a method")
         for name, params in blocks.expand(recipe.blocks, names).items():
-            self._blocks[name] = {
-                param: chosen.param(param).check(value)
-                for param, value in ((param or chosen.strength, value) for param, value in params.items())
-            }
+            given = {param or chosen.strength: value for param, value in params.items()}
+            self._blocks[name] = {param: chosen.param(param).check(value) for param, value in given.items()}
+        for name, params in recipe.blocks.items():
+            given = {param or chosen.strength: value for param, value in params.items()}
+            self.notes += _moved(chosen, given, f" (block {name})")
         if missing := blocks.unknown(recipe.blocks, names):
             known = f"it has {', '.join(names)}" if names else "it has no blocks that are known"
             self.notes.append(Problem("warning", f"model A has no block {', '.join(missing)}", hint=known))
@@ -117,7 +127,8 @@ class Settings:
     def of(self, key: str) -> tuple[Mapping[str, Value], str]:
         """(parameters, why they are not the general ones)."""
         params, reasons = dict(self._general), []
-        block = next((name for name in blocks_of(key, self._family) if name in self._blocks), None)
+        names = blocks_of(key, self._family) if self._blocks else ()
+        block = next((name for name in names if name in self._blocks), None)
         if block is not None:
             params.update(self._blocks[block])
             reasons.append(f"block {block}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import recipe as recipes
-from .catalog import PathLike, known_hashes, locate
+from .catalog import Catalog, PathLike, model_hash, search
 from .engine import Options, carry_out
 from .errors import RecipeError
 from .events import CancelToken, OnProgress
@@ -19,6 +19,7 @@ from .files.dtypes import DTYPES
 from .files.hashes import HashCache
 from .files.open import open_model
 from .files.source import Source
+from .kernels.measure import bits_finite
 from .kernels.registry import method
 from .plan import Plan, default_threads, make_plan
 from .recipe import METADATA_KEY, Recipe
@@ -26,6 +27,8 @@ from .steps import Merged, Step, walk
 from .tiles import TILE
 
 TOLERANCE_ULP = 2
+# Distances of float64 beyond this do not fit an int64.
+_FAR = 2.0**62
 _PIECE_BYTES = 1 << 22
 
 
@@ -75,7 +78,7 @@ def verify(
 
     Args:
         out: file or folder with a recipe in its header.
-        models: folders to look for the inputs in, beside the one `out` lies in.
+        models: folders to look for the inputs in, with all that is below them; `out`'s own folder counts too.
         files: slot path -> input, where they are known.
         threads: workers; None for the cores of this machine, at most 8.
         on_progress: told about ten times a second.
@@ -89,11 +92,12 @@ def verify(
     cache = cache or HashCache()
     source = open_model(out)
     recipe = stored_recipe(source)
-    located = locate(recipe, files or {}, [*models, Path(out).absolute().parent], cache)
-    missing = tuple(str(model.file) for slot, model in recipes.files(recipe) if slot not in located)
-    if missing:
-        return Verified(0, (), (), missing)
-    plan = make_plan(recipe, located, known_hashes=known_hashes(located, cache), threads=threads)
+    catalog = Catalog([Path(folder) for folder in models], cache, near=[Path(out).absolute().parent])
+    located, lost = search(recipe, files or {}, catalog)
+    if lost:
+        return Verified(0, (), (), tuple(str(model.file) for slot, model in recipes.files(recipe) if slot in lost))
+    hashes = {slot: digest for slot, path in located.items() if (digest := model_hash(path, cache))}
+    plan = make_plan(recipe, located, known_hashes=hashes, threads=threads)
     try:
         plan.check()
         sink = _CompareSink(source, plan)
@@ -133,7 +137,7 @@ class _CompareSink:
         }
         self.plan = replace(plan, steps=tuple(step for step in plan.steps if step.key in same))
         self._out, self._lock = out, threading.Lock()
-        self._order = list(out.tensors)
+        self._order = sorted(out.tensors, key=lambda key: (*self.place(key), out.tensors[key].nbytes))
         self._steps = steps
         self._differing = set(steps) ^ set(out.tensors) | (set(steps) - same)
         self._near: set[str] = set()
@@ -152,19 +156,25 @@ class _CompareSink:
 
     def copy(self, key: str, offset: int, source: Source, source_key: str, count: int) -> None:
         """Compare a range that was copied; it may run over several tensors, each is looked at by itself."""
-        at = self._order.index(key)
-        while count > 0:
-            info = self._out.tensors[key]
-            length = min(count, info.nbytes - offset)
-            for low in range(offset, offset + length, _PIECE_BYTES):
-                piece = memoryview(bytearray(min(_PIECE_BYTES, offset + length - low)))
-                source.read_into(self._steps[key].node.key, low, piece)  # type: ignore[union-attr]
-                self.write(key, low, piece)
-            count, offset, at = count - length, 0, at + 1
-            key = self._order[at] if at < len(self._order) else key
+        for name in self._order[self._order.index(key) :]:
+            size = self._out.tensors[name].nbytes
+            end = min(size, offset + count)
+            for low in range(min(offset, size), end, _PIECE_BYTES):
+                piece = memoryview(bytearray(min(_PIECE_BYTES, end - low)))
+                source.read_into(self._steps[name].node.key, low, piece)  # type: ignore[union-attr]
+                self.write(name, low, piece)
+            count -= max(0, end - offset)
+            offset = max(0, offset - size)
+            if count <= 0:
+                return
 
     def _judge(self, key: str, here: np.ndarray[Any, Any], there: np.ndarray[Any, Any]) -> None:
-        near = not _exact(self._steps[key]) and ulp_distance(here, there, self._steps[key].dtype) <= TOLERANCE_ULP
+        dtype = DTYPES[self._steps[key].dtype]
+        near = (
+            not _exact(self._steps[key])
+            and bits_finite(there, dtype.bits, dtype.unbounded)
+            and ulp_distance(here, there, dtype.name) <= TOLERANCE_ULP
+        )
         with self._lock:
             (self._near if near else self._differing).add(key)
 
@@ -181,8 +191,9 @@ def _exact(step: Step) -> bool:
 def ulp_distance(here: np.ndarray[Any, Any], there: np.ndarray[Any, Any], dtype: str) -> int:
     """Largest distance in steps of the float format between two arrays of its bytes."""
     size = DTYPES[dtype].bits // 8
-    lines = [_line(array.view(f"<i{size}").astype(np.int64), DTYPES[dtype].bits) for array in (here, there)]
-    return int(np.abs(lines[0] - lines[1]).max())
+    one, other = (_line(array.view(f"<i{size}").astype(np.int64), DTYPES[dtype].bits) for array in (here, there))
+    rough = float(np.abs(one.astype(np.float64) - other).max())
+    return int(rough) if rough > _FAR else int(np.abs(one - other).max())
 
 
 def _line(bits: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .families import Detected, block_of, component_of, detect
-from .kernels.measure import change_sums, compare_sums
+from .kernels.measure import BLOCK, change_sums, compare_sums, row_block
 from .plan import Plan
-from .steps import Merged, Node, Step, Zeros
+from .steps import Merged, Node, Step, Stored, Zeros
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,41 +20,78 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """Collects sums of every tile; `rows` turns them into the report."""
+    """Collects sums of every tile; `rows` turns them into the report.
+
+    Sums are taken over blocks whose place in the tensor is fixed, and added without rounding, so that the numbers do
+    not depend on threads, nor on tiles of whole blocks.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        # key -> name of the sum -> floats whose sum it is exactly
         self._sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._largest: dict[str, float] = defaultdict(float)
         self._before: dict[tuple[str, int], Tensor] = {}
         self._lock = threading.Lock()
 
     def before(self, step: Step, low: int, operands: list[Tensor]) -> None:
         """Measure the operands and keep A's tile, which the method may overwrite."""
-        a, b = operands[0], operands[1]
-        sums = compare_sums(a, b, operands[2] if len(operands) > 2 else None)
+        for tensors in _blocks(step, *operands[:3]):
+            self._add(step.key, compare_sums(*tensors))
         with self._lock:
-            self._before[step.key, low] = a.clone()
-        self._add(step.key, sums)
+            self._before[step.key, low] = operands[0].clone()
 
     def after(self, step: Step, low: int, result: Tensor) -> None:
         """Measure the result against A."""
         with self._lock:
             a = self._before.pop((step.key, low))
-        self._add(step.key, change_sums(a, result))
+        for tensors in _blocks(step, a, result):
+            sums = change_sums(*tensors)
+            largest = sums.pop("max_change")
+            with self._lock:
+                self._largest[step.key] = max(self._largest[step.key], largest)
+            self._add(step.key, sums)
 
     def _add(self, key: str, sums: dict[str, float]) -> None:
         with self._lock:
             for name, value in sums.items():
-                self._sums[key][name].append(value)
+                _add_exactly(self._sums[key][name], value)
 
     def rows(self) -> Rows:
         """One row per output tensor, in order; numbers that do not apply are NaN."""
         found = detect({step.key: (step.dtype, step.shape) for step in self._plan.steps})
-        return [_row(step, found, self._sums.get(step.key, {})) for step in self._plan.steps]
+        rows = []
+        for step in self._plan.steps:
+            total = {name: math.fsum(values) for name, values in self._sums.get(step.key, {}).items()}
+            row = _row(step, found, total, self._largest.get(step.key, math.nan))
+            if isinstance(step.node, Stored) and step.node.slot.endswith("vae"):
+                row["dtype_a"] = self._plan.sources[self._plan.base].tensors[step.key].dtype
+            rows.append(row)
+        return rows
 
 
-def _row(step: Step, found: Detected, sums: dict[str, list[float]]) -> dict[str, Any]:
-    total = {name: math.fsum(values) for name, values in sums.items() if name != "max_change"}
+def _blocks(step: Step, *tensors: Tensor) -> Iterator[list[Tensor]]:
+    """The same block of each tensor, one after the other; tiles start at one."""
+    node = step.node
+    size = row_block(node.columns) * max(1, node.columns) if isinstance(node, Merged) and node.rows else BLOCK
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for low in range(0, flat[0].numel(), size):
+        yield [tensor[low : low + size] for tensor in flat]
+
+
+def _add_exactly(parts: list[float], value: float) -> None:
+    """Add to a sum that is kept as floats without overlapping bits (Shewchuk 1997), so that no order rounds."""
+    count = 0
+    for part in parts:
+        large, small = (value, part) if abs(value) >= abs(part) else (part, value)
+        value = large + small
+        if rest := small - (value - large):
+            parts[count] = rest
+            count += 1
+    parts[count:] = [value]
+
+
+def _row(step: Step, found: Detected, total: dict[str, float], largest: float) -> dict[str, Any]:
     node = step.node
     row: dict[str, Any] = {
         "key": step.key,
@@ -72,7 +110,7 @@ def _row(step: Step, found: Detected, sums: dict[str, list[float]]) -> dict[str,
     row["rel_diff"] = _ratio(norms["norm_diff"], norms["norm_a"])
     row["cosine"] = _cosine(total)
     row |= {"norm_out": norms["norm_out"], "norm_change": norms["norm_change"]}
-    row["max_change"] = max(sums["max_change"]) if "max_change" in sums else math.nan
+    row["max_change"] = largest
     row["sign_conflict"] = _ratio(total.get("conflicts", math.nan), total.get("both", math.nan))
     row |= {"reason": step.reason, "note": ""}
     return row

@@ -6,20 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .buffers import Buffer
 from .errors import NumberError
 from .files.dtypes import DTYPES, Dtype
 from .files.source import Source
-from .kernels.measure import all_finite, bits_finite
+from .kernels.measure import all_finite
 from .kernels.random import draws
 from .kernels.registry import Method, method
 from .lazy import torch
-from .steps import Merged, Node, Step, Stored, Zeros, leaves
+from .steps import Merged, Node, Step, Stored, Zeros
 from .tiles import cut
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_WIDEST_BYTES = 8
 
 
 class Sink(Protocol):
@@ -47,11 +46,12 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements `low` … `high` of a step; all of them where the step cannot be cut."""
+    """Elements `low` … `high` of a step, all of them where it cannot be cut; `wide` is computed in float64."""
 
     step: Step
     low: int
     high: int
+    wide: bool = False
 
 
 class Worker:
@@ -68,8 +68,9 @@ class Worker:
     def __init__(self, sources: Mapping[str, Source], sink: Sink, tile: int, keep: int, watch: Watch | None) -> None:
         self._sources, self._sink, self._tile, self._watch = sources, sink, tile, watch
         self._keep = max(tile, keep)
-        self._raw = self._bytes(tile)
-        self._pool: list[Tensor] = []
+        self._raw = Buffer(tile)
+        self._random = Buffer(tile)
+        self._pool: list[Buffer] = []
         self._taken = 0
         self.saturated = 0
 
@@ -85,7 +86,7 @@ class Worker:
         """
         self._taken = 0
         step = tile.step
-        result = self._value(step.node, tile, _number(step), measures, merged=False)
+        result = self._value(step.node, tile, _number(tile), measures, merged=False)
         self._store(step, tile.low, result)
 
     def measure(self, tile: Tile, number: int, measures: Sequence[Any]) -> Any:
@@ -93,7 +94,7 @@ class Worker:
         self._taken = 0
         node = tile.step.node
         assert isinstance(node, Merged)
-        operands = self._operands(node, tile, _number(tile.step))
+        operands = self._operands(node, tile, _number(tile))
         return self._part(node, operands, tile.low, number, measures)
 
     def _value(self, node: Node, tile: Tile, number: torch.dtype, measures: Sequence[Any], *, merged: bool) -> Tensor:
@@ -138,11 +139,17 @@ class Worker:
         """What the method takes by name: parameters, draws, measures."""
         settings: dict[str, Any] = dict(node.params)
         if chosen.random:
-            shape = _shaped(node, operands[:1])[0].shape
-            settings["draws"] = draws(node.stream, low, operands[0].numel()).reshape(shape)
+            settings["draws"] = self._draws(chosen, node, operands[0].numel(), low)
         if chosen.measures:
             settings["measures"] = measures
         return settings
+
+    def _draws(self, chosen: Method, node: Merged, count: int, low: int) -> Tensor:
+        if chosen.random == "tensor":
+            return draws(node.stream, 0, 1)
+        room = self._random.tensor(torch.int32, count) if count <= self._tile else None
+        drawn = draws(node.stream, low, count, out=room)
+        return _shaped(node, [drawn])[0]
 
     def _in_two_passes(self, node: Merged, operands: list[Tensor]) -> Tensor:
         """Measure whole operands piece by piece, then apply the method piece by piece, while they are in memory."""
@@ -163,53 +170,49 @@ class Worker:
         return operands[0]
 
     def _load(self, node: Stored, tile: Tile, number: torch.dtype, *, must_be_finite: bool) -> Tensor:
+        """Stored elements as float; read piece by piece through the raw buffer."""
         source, dtype = self._sources[node.slot], DTYPES[node.dtype]
-        stored_as = getattr(torch, dtype.torch)
-        size = dtype.bits // 8
+        stored_as, size = getattr(torch, dtype.torch), dtype.bits // 8
         values = self._take(tile.high - tile.low, number)
         for low, high in self._pieces(tile.high - tile.low):
-            part = values[low:high]
-            raw = part.view(torch.uint8) if stored_as == number else self._raw[: (high - low) * size]
-            source.read_into(node.key, (tile.low + low) * size, _view(raw))
-            if must_be_finite and not bits_finite(raw.numpy(), dtype.bits, dtype.unbounded):
+            count = high - low
+            source.read_into(node.key, (tile.low + low) * size, self._raw.bytes(count * size))
+            if must_be_finite and not self._raw.finite(dtype, count):
                 raise NumberError(
                     f"model {node.slot} holds a value that is not finite",
                     file=source.path,
                     tensor=node.key,
                     hint="exclude the tensor, or use a file without the damage",
                 )
-            if stored_as != number:
-                part.copy_(raw.view(stored_as))
+            part = values if count == values.numel() else values[low:high]
+            part.copy_(self._raw.tensor(stored_as, count))
         return values
 
     def _store(self, step: Step, first: int, values: Tensor) -> None:
-        """Round to the stored dtype, check, write."""
+        """Round to the stored dtype, check, write; piece by piece through the raw buffer."""
         dtype = DTYPES[step.dtype]
-        size = dtype.bits // 8
+        stored_as, size = getattr(torch, dtype.torch), dtype.bits // 8
         for low, high in self._pieces(values.numel()):
-            part = values[low:high]
-            raw = self._rounded(part, dtype)
-            if not bits_finite(raw.numpy(), dtype.bits, dtype.unbounded):
+            count = high - low
+            part = values if count == values.numel() else values[low:high]
+            if dtype.rank == 1:
+                part = self._within(part, dtype)
+            raw = self._raw.tensor(stored_as, count)
+            raw.copy_(part)
+            if not self._raw.finite(dtype, count):
                 self._explain(step, part, raw, dtype)
-            self._sink.write(step.key, (first + low) * size, _view(raw))
+            self._sink.write(step.key, (first + low) * size, self._raw.bytes(count * size))
 
-    def _rounded(self, part: Tensor, dtype: Dtype) -> Tensor:
-        """Bytes of the values in their stored dtype; fp8 saturates, and what did is counted."""
-        stored_as = getattr(torch, dtype.torch)
-        if stored_as == part.dtype:
-            return part.contiguous().view(torch.uint8)
-        if dtype.rank == 1 and all_finite(part):
-            beyond = int((part.abs() > dtype.largest).sum())
-            self.saturated += beyond
-            part = part.clamp(-dtype.largest, dtype.largest) if beyond else part
-        raw = self._raw[: part.numel() * dtype.bits // 8]
-        raw.view(stored_as).copy_(part)
-        return raw
+    def _within(self, part: Tensor, dtype: Dtype) -> Tensor:
+        """Finite values cut to the range of fp8; how many were is counted."""
+        beyond = int((part.abs() > dtype.largest).sum()) if all_finite(part) else 0
+        self.saturated += beyond
+        return part.clamp(-dtype.largest, dtype.largest) if beyond else part
 
     def _explain(self, step: Step, part: Tensor, raw: Tensor, dtype: Dtype) -> None:
         """Say what is wrong with a result; a copied tensor may keep what was not finite before its cast."""
         before = torch.isfinite(part)
-        after = torch.isfinite(raw.view(getattr(torch, dtype.torch)).to(part.dtype))
+        after = torch.isfinite(raw.to(part.dtype))
         born = before & ~after
         if bool(born.any()):
             largest = float(part[born].abs().max())
@@ -233,20 +236,15 @@ class Worker:
         if count > self._keep:
             return torch.empty(count, dtype=number)
         if self._taken == len(self._pool):
-            self._pool.append(self._bytes(self._tile))
-        if self._pool[self._taken].numel() < count * _WIDEST_BYTES:
-            self._pool[self._taken] = self._bytes(self._keep)
+            self._pool.append(Buffer(self._tile))
+        if self._pool[self._taken].elements < count:
+            self._pool[self._taken] = Buffer(self._keep)
         self._taken += 1
-        return self._pool[self._taken - 1][: count * number.itemsize].view(number)
-
-    @staticmethod
-    def _bytes(elements: int) -> Tensor:
-        return torch.empty(elements * _WIDEST_BYTES, dtype=torch.uint8)
+        return self._pool[self._taken - 1].tensor(number, count)
 
 
-def _number(step: Step) -> torch.dtype:
-    """float32, or float64 where an input is."""
-    return torch.float64 if any(leaf.dtype == "F64" for leaf in leaves(step.node)) else torch.float32
+def _number(tile: Tile) -> torch.dtype:
+    return torch.float64 if tile.wide else torch.float32
 
 
 def _shaped(node: Merged, operands: list[Tensor]) -> list[Tensor]:
@@ -254,7 +252,3 @@ def _shaped(node: Merged, operands: list[Tensor]) -> list[Tensor]:
     if node.whole:
         return [operand.reshape(node.shape) for operand in operands]
     return [operand.reshape(-1, node.columns) for operand in operands] if node.rows else operands
-
-
-def _view(raw: Tensor) -> memoryview:
-    return raw.numpy().data

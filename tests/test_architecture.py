@@ -22,10 +22,12 @@ HOST_ENTRY = "scripts.merge_tab"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "lazy", "events", "memory", "version"),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
+    ("buffers", "report_charts", "pairs"),
+    ("report_html",),
     ("recipe", "report", "job", "steps"),
     ("catalog", "presets", "choose", "dtype_rule", "inspection", "metadata", "settings", "tiles"),
-    ("resolve",),
-    ("plan", "worker"),
+    ("resolve", "contrast"),
+    ("plan", "worker", "differences"),
     ("engine", "watch"),
     ("execute",),
     ("merge", "verify", "analyze", "lora", "fold", "foreign", "cluster", "demo", "samples"),
@@ -39,7 +41,7 @@ LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in room
 EXCEPTIONS = {("cli", "app"): "the command `lib-merge app` starts it"}
 
 TORCH_BELOW = {"lazy", "kernels", "adapters", "quant", "files"}
-TORCH_ABOVE = {"worker", "engine", "watch", "merge", "verify", "analyze", "lora", "fold"}
+TORCH_ABOVE = {"buffers", "contrast", "worker", "engine", "watch", "merge", "verify", "analyze", "lora", "fold"}
 USERS = {
     "torch": TORCH_BELOW | TORCH_ABOVE,
     "pandas": {"report", "ui"},

@@ -26,8 +26,12 @@ def open_model(path: Path | str) -> Source:
     path = Path(path)
     if os.path.isdir(path):
         return open_folder(path)
-    if not os.path.lexists(path):
-        raise FileError("no such file or folder", file=path, hint=_similar(path))
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, ValueError):
+        raise FileError("no such file or folder", file=path, hint=_similar(path)) from None
+    except OSError:
+        pass  # reading it says what is wrong
     return open_file(path)
 
 

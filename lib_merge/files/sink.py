@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import OutputError
+from ..errors import FileError, OutputError
 from . import calls
 from .dtypes import DTYPES, nbytes
 from .header import encode_header, read_header
 from .source import Source
-from .temporary import remove, temporary_beside
+from .temporary import remove, replace_folder, temporary_beside
 
 _WRITEBACK_BYTES = 32 << 20
 
@@ -91,18 +90,25 @@ class FileSink:
         self._parts: list[_OpenPart] = []
         self._place: dict[str, tuple[int, int]] = {}
         try:
-            with _output_errors(self.temporary):
-                if folder:
-                    self.temporary.mkdir()
-                for spec in parts:
+            if folder:
+                with _output_errors(self.target):
+                    os.mkdir(self.temporary)
+            for spec in parts:
+                with _output_errors(self._final(spec)):
                     self._create(spec)
         except BaseException:
             self.discard()
             raise
 
+    def _final(self, spec: OutPart) -> Path:
+        """What a part will be called, for errors: nobody knows its temporary name."""
+        return self.target / spec.name if self._folder else self.target
+
     def _create(self, spec: OutPart) -> None:
-        path = self.temporary / spec.name if self._folder else self.temporary
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.temporary
+        if self._folder:
+            path = self.temporary / spec.name
+            os.makedirs(path.parent, exist_ok=True)
         header, entries = spec.header(spec.metadata), spec.entries()
         size = len(header) + max((entry[3] for entry in entries.values()), default=0)
         part = _OpenPart(spec, path, calls.open_write(path), len(header), size, begin=size)
@@ -124,7 +130,7 @@ class FileSink:
         """
         number, start = self._place[key]
         part = self._parts[number]
-        with _output_errors(part.path, key):
+        with _output_errors(self._final(part.spec), key):
             calls.CALLS.write_at(part.fd, view, start + offset)
             self._write_back(part, start + offset, len(view))
 
@@ -141,11 +147,13 @@ class FileSink:
             return
         number, start = self._place[key]
         part = self._parts[number]
-        with _output_errors(part.path, key):
+        with _output_errors(self._final(part.spec), key):
             try:
                 calls.CALLS.copy_range(place[0], place[1] + offset, part.fd, start + offset, count)
             except EOFError:
                 raise source.shorter(source_key) from None
+            except calls.UnreadableError as error:
+                raise source.unreadable(source_key, error) from error
             self._write_back(part, start + offset, count)
 
     def _write_back(self, part: _OpenPart, offset: int, count: int) -> None:
@@ -162,11 +170,15 @@ class FileSink:
         calls.CALLS.start_writeback(part.fd, begin, end - begin)
 
     def add_side_files(self, root: Path, names: Sequence[str]) -> None:
-        """Copy configs and the like from a model folder."""
+        """Copy configs and the like from a model folder.
+
+        Raises:
+            FileError: one of them cannot be read.
+            OutputError: one of them cannot be written.
+        """
         for name in names:
-            with _output_errors(self.temporary / name):
-                (self.temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(root / name, self.temporary / name)
+            with closing(_pieces(root / name)) as pieces:
+                self._write_small(name, pieces)
 
     def publish(self, metadata: Sequence[Mapping[str, str]]) -> Path:
         """Write the final headers, check them, sync, and rename to the target.
@@ -178,30 +190,38 @@ class FileSink:
             OutputError: anything failed; nothing stands under the target's name that was not there before.
         """
         for part, values in zip(self._parts, metadata, strict=True):
-            self._finish(part, part.spec.header(values, reserve=part.start))
-        with _output_errors(self.temporary):
-            for name in {part.spec.index for part in self._parts} - {""}:
-                self._write_index(name)
+            self._finish(part, values)
+        for name in sorted({part.spec.index for part in self._parts} - {""}):
+            self._write_index(name)
+        if self._folder and self._fsync:
+            for folder, _, _ in os.walk(self.temporary):
+                _sync_folder(Path(folder))
         self._rename()
         return self.target
 
-    def _finish(self, part: _OpenPart, header: bytes) -> None:
+    def _finish(self, part: _OpenPart, metadata: Mapping[str, str]) -> None:
+        header = part.spec.header(metadata, reserve=part.start)
         if len(header) != part.start:
-            raise OutputError("the final header is longer than the room kept for it", file=part.path)
-        with _output_errors(part.path):
+            raise OutputError("the final header is longer than the room kept for it", file=self._final(part.spec))
+        with _output_errors(self._final(part.spec)):
             calls.CALLS.write_at(part.fd, memoryview(header), 0)
             if self._fsync:
                 os.fsync(part.fd)
             fd, part.fd = part.fd, -1
             os.close(fd)
+        try:
             written = read_header(part.path)
+        except FileError as error:
+            raise OutputError(
+                f"what was written does not read back: {error.what}", file=self._final(part.spec), tensor=error.tensor
+            ) from error
         wanted = {key.removeprefix(part.spec.prefix): entry for key, entry in part.spec.entries().items()}
         found = {
             key: (i.dtype, i.shape, i.offset - part.start, i.offset - part.start + i.nbytes)
             for key, i in written.tensors.items()
         }
-        if found != wanted:
-            raise OutputError("the file that was written does not read back as planned", file=part.path)
+        if found != wanted or written.metadata != metadata:
+            raise OutputError("what was written does not read back as planned", file=self._final(part.spec))
 
     def _write_index(self, name: str) -> None:
         parts = [part for part in self._parts if part.spec.index == name]
@@ -210,7 +230,22 @@ class FileSink:
         }
         total = sum(part.size - part.start for part in parts)
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        (self.temporary / name).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+        text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        self._write_small(name, [text.encode()])
+
+    def _write_small(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Write a file of an output folder that holds no tensors."""
+        with _output_errors(self.target / name):
+            os.makedirs((self.temporary / name).parent, exist_ok=True)
+            fd, at = calls.open_write(self.temporary / name), 0
+            try:
+                for piece in pieces:
+                    calls.CALLS.write_at(fd, memoryview(piece), at)
+                    at += len(piece)
+                if self._fsync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def _rename(self) -> None:
         """Give the finished file its name; the temporary one is kept when only this last step fails."""
@@ -224,7 +259,7 @@ class FileSink:
             raise OutputError(
                 f"the finished output could not be given its name: {error.strerror or error}",
                 file=self.target,
-                hint=f"it is complete and stands at {kept}: rename it by hand",
+                hint=f"it is complete and stands at {kept}: rename it by hand, before a next run clears it away",
             ) from error
         if self._fsync:
             _sync_folder(self.target.parent)
@@ -246,6 +281,16 @@ class FileSink:
         self.discard()
 
 
+def _pieces(path: Path) -> Generator[bytes]:
+    """A file's contents in pieces; its errors are not the output's."""
+    try:
+        with path.open("rb") as stream:
+            while piece := stream.read(1 << 20):
+                yield piece
+    except OSError as error:
+        raise FileError(f"cannot read: {error.strerror or error}", file=path) from error
+
+
 def _publish_file(temporary: Path, target: Path, overwrite: bool) -> None:
     if overwrite:
         os.replace(temporary, target)
@@ -255,27 +300,20 @@ def _publish_file(temporary: Path, target: Path, overwrite: bool) -> None:
     except FileExistsError:
         raise
     except (OSError, AttributeError, NotImplementedError):  # a file system without hard links
-        if target.exists():
+        if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "the name was taken meanwhile", str(target)) from None
         os.rename(temporary, target)
     else:
-        os.unlink(temporary)
+        remove(temporary)  # the other name of the same file: where this fails, a later sweep does it
 
 
 def _publish_folder(temporary: Path, target: Path, overwrite: bool) -> None:
-    if not (overwrite and target.exists()):
-        if target.exists():
-            raise FileExistsError(errno.EEXIST, "the name was taken meanwhile", str(target))
+    if not os.path.lexists(target):
         os.rename(temporary, target)
-        return
-    old = temporary_beside(target)
-    os.rename(target, old)
-    try:
-        os.rename(temporary, target)
-    except OSError:
-        os.rename(old, target)
-        raise
-    remove(old)
+    elif overwrite:
+        replace_folder(temporary, target)
+    else:
+        raise FileExistsError(errno.EEXIST, "the name was taken meanwhile", str(target))
 
 
 def _sync_folder(folder: Path) -> None:

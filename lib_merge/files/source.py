@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -111,10 +112,10 @@ class Source:
     def close(self) -> None:
         """Close the files; the next read opens them again."""
         with self._lock:
-            for fd in self._open.values():
-                os.close(fd)
-            self._open.clear()
             self._gathered = None
+            while self._open:
+                with suppress(OSError):  # of a file that was only read: nothing is lost
+                    os.close(self._open.popitem()[1])
 
     def _fd(self, file: int) -> int:
         with self._lock:

@@ -16,10 +16,12 @@ _LONGEST_NAME_BYTES = 255 - len("..lib_merge-4194304-01234567.part")
 
 def numbered(target: Path) -> Path:
     """The target itself, or NAME_1, NAME_2 … : the first that does not exist."""
+    suffix = OUTPUT_SUFFIX if target.suffix == OUTPUT_SUFFIX else ""  # the dot in a folder's `sdxl-v1.0` begins none
+    stem = target.name.removesuffix(suffix)
     candidate, count = target, 0
-    while candidate.exists() or candidate.is_symlink():
+    while os.path.lexists(candidate):
         count += 1
-        candidate = target.with_name(f"{target.stem}_{count}{target.suffix}")
+        candidate = target.with_name(f"{stem}_{count}{suffix}")
     return candidate
 
 
@@ -39,21 +41,24 @@ def target_problems(
     def error(what: str, hint: str | None = None) -> Problem:
         return Problem("error", what, file=str(target), hint=hint)
 
-    if not target.name:
-        yield error("the output has no name", "give a file name after -o")
+    if target.name in ("", "..") or "\0" in target.name:
+        yield error("the output has no name that a file can have", "give a file name after -o")
         return
     if not folder and target.suffix != OUTPUT_SUFFIX:
         yield error("the output's name must end in .safetensors", f"write {target.name}.safetensors")
     if folder and target.suffix == OUTPUT_SUFFIX:
         yield error("model A is a folder, so the output is a folder too", f"write {target.stem}")
-    if len(target.name.encode()) > _LONGEST_NAME_BYTES:
+    if len(os.fsencode(target.name)) > _LONGEST_NAME_BYTES:
         yield error(f"the output's name is longer than {_LONGEST_NAME_BYTES} bytes", "choose a shorter name")
-    yield from _input_problems(target, inputs)
-    if (target.exists() or target.is_symlink()) and not overwrite:
+    for slot, path in inputs.items():
+        if _touches(target, path):
+            yield error(f"the output would replace input {slot} or lie inside it", "choose another name or folder")
+    if os.path.lexists(target) and not overwrite:
         yield error("the output exists", "choose another name, or --overwrite, or --number")
-    if target.exists() and target.is_dir() != folder:
-        yield error(f"the output exists and is a {'folder' if target.is_dir() else 'file'}", "choose another name")
-    if not target.parent.is_dir():
+    if os.path.exists(target) and os.path.isdir(target) != folder:
+        kind = "folder" if os.path.isdir(target) else "file"
+        yield error(f"the output exists and is a {kind}", "choose another name")
+    if not os.path.isdir(target.parent):
         yield error("the output's folder does not exist", f"make it first: {target.parent}")
         return
     if not os.access(target.parent, os.W_OK):
@@ -67,9 +72,11 @@ def target_problems(
         )
 
 
-def _input_problems(target: Path, inputs: Mapping[str, Path]) -> Iterator[Problem]:
-    for slot, path in inputs.items():
-        if target.exists() and path.exists() and os.path.samefile(target, path):
-            yield Problem(
-                "error", f"the output would replace input {slot}", file=str(target), hint="choose another name"
-            )
+def _touches(target: Path, path: Path) -> bool:
+    """True when the two are one file, or one lies in the other and would be replaced with it."""
+    if not os.path.exists(path):
+        return False
+    if os.path.exists(target) and os.path.samefile(target, path):
+        return True
+    here, there = Path(os.path.realpath(target.parent)) / target.name, Path(os.path.realpath(path))
+    return here in there.parents or there in here.parents

@@ -13,56 +13,53 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 _NAME = re.compile(r"\.(.+)\.lib_merge-([0-9]+)-[0-9a-f]+\.(part|old)", re.DOTALL)
 _ACTIVE: set[str] = set()
 
 
-def temporary_beside(target: Path) -> Path:
+def temporary_beside(target: Path, suffix: Literal["part", "old"] = "part") -> Path:
     """A new name `.NAME.lib_merge-PID-HEX.part` in the target's folder; this process counts it as in use."""
-    return _beside(target, "part")
-
-
-def set_aside(target: Path) -> Path:
-    """Rename a folder that is about to be replaced; returns where it is, until `put_back` or `drop`."""
-    aside = _beside(target, "old")
-    try:
-        os.rename(target, aside)
-    except OSError:
-        _ACTIVE.discard(aside.name)
-        raise
-    return aside
-
-
-def put_back(aside: Path, target: Path) -> None:
-    """Undo `set_aside`."""
-    os.rename(aside, target)
-    _ACTIVE.discard(aside.name)
-
-
-def drop(aside: Path, target: Path) -> None:
-    """Delete what was set aside, under a name that no sweep takes for a folder to be put back."""
-    doomed = temporary_beside(target)
-    with suppress(OSError):
-        os.rename(aside, doomed)
-        _ACTIVE.discard(aside.name)
-    remove(doomed)
-
-
-def _beside(target: Path, suffix: str) -> Path:
     path = target.parent / f".{target.name}.lib_merge-{os.getpid()}-{secrets.token_hex(4)}.{suffix}"
     _ACTIVE.add(path.name)
     return path
 
 
+def replace_folder(new: Path, target: Path) -> None:
+    """Give `new` the name of a folder that is there, and delete that one; what cuts this short leaves one of them.
+
+    Raises:
+        OSError: it could not be renamed; the old folder has its name.
+    """
+    old, doomed = temporary_beside(target, "old"), temporary_beside(target)
+    try:
+        os.rename(target, old)
+        os.rename(new, target)
+    finally:
+        if os.path.lexists(target):
+            try:
+                with suppress(OSError):  # while it is deleted it must not be called .old: a sweep could put a half back
+                    os.rename(old, doomed)
+            finally:
+                remove(doomed)
+                remove(old)
+        else:
+            os.rename(old, target)
+        _ACTIVE.discard(old.name)
+
+
 def remove(path: Path) -> None:
-    """Delete a temporary file or folder if it is there, and forget its name. Never raises; a sweep comes later."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            os.unlink(path)
-    _ACTIVE.discard(path.name)
+    """Delete a temporary file or folder if it is there, and forget its name. Never fails; a sweep comes later."""
+    try:
+        for _ in range(2):  # other programs that look into new files make the first attempt fail now and then
+            with suppress(OSError):
+                if os.path.isdir(path) and not os.path.islink(path):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif os.path.lexists(path):
+                    os.unlink(path)
+    finally:
+        _ACTIVE.discard(path.name)
 
 
 def sweep(folder: Path) -> list[Path]:
@@ -103,7 +100,16 @@ def _is_other_live_process(pid: int) -> bool:
         return False
     except (PermissionError, OverflowError):
         return True
-    return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """True for a process that has ended, but whose parent has not asked for its exit status yet."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+            return stream.read().rpartition(") ")[2][:1] in ("Z", "X")
+    except OSError:  # a system without /proc
+        return False
 
 
 def _windows_alive(pid: int) -> bool:

@@ -63,7 +63,8 @@ def read_weights(path: Path, file: int = 0) -> Weights:
 
 def _has_header(start: bytes) -> bool:
     """True for a safetensors file: its length word may by chance look like the start of a pickle or a web page."""
-    return len(start) <= 8 or (start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES)
+    length = int.from_bytes(start[:8], "little")
+    return len(start) <= 8 or (length <= MAX_HEADER_BYTES and start[8:].lstrip().startswith(b"{"))
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from ..lazy import torch
@@ -41,7 +40,7 @@ def mask_below(values: Tensor, limit: int, like: Tensor) -> Tensor:
     """Mask of the positions where values < limit: all bits set there, none elsewhere; overwrites `values`.
 
     Args:
-        values: int32, any shape.
+        values: int32 or int64, any shape.
         limit: bound.
         like: tensor whose element size the mask takes.
     """
@@ -124,16 +123,22 @@ def add_difference(a: Tensor, b: Tensor, c: Tensor, *, alpha: float, smooth: boo
     return a.sub_(back.mul_(abs(alpha)))
 
 
-_REACH = 4
-_TAPS = [math.exp(-(tap**2) / 2) for tap in range(-_REACH, _REACH + 1)]
-_GAUSSIAN = [tap / math.fsum(_TAPS) for tap in _TAPS]
+# exp(−t²/2) for t = 0 … 4, scaled so that all nine taps sum to 1; digits, for exp differs between systems.
+_HALF_GAUSSIAN = (
+    0.39894346935609776,
+    0.24197144565660073,
+    0.0539911274207044,
+    0.0044318616200312655,
+    0.00013383062461474175,
+)
+_REACH = len(_HALF_GAUSSIAN) - 1
 
 
 def smoothed(delta: Tensor) -> Tensor:
     """Median of 3, then Gaussian of σ 1 (9 taps), along each axis of the matrix [out, rest]; edges mirrored (abc|cba).
 
     Args:
-        delta: any shape, float32 or float64.
+        delta: any shape, float32 or float64; overwritten.
 
     Returns:
         Smoothed delta, same shape and dtype; a scalar or an empty one comes back as it is.
@@ -151,19 +156,19 @@ def smoothed(delta: Tensor) -> Tensor:
 
 def _median_of_3(matrix: Tensor, axis: int) -> Tensor:
     before, here, after = _neighbours(matrix, axis, 1)
-    low, high = torch.minimum(before, here), torch.maximum(before, here)
+    high, low = torch.maximum(before, here), torch.minimum(before, here, out=matrix)
     return torch.maximum(low, torch.minimum(high, after, out=high), out=low)
 
 
 def _gaussian(matrix: Tensor, axis: int) -> Tensor:
-    mean, term = torch.zeros_like(matrix), torch.empty_like(matrix)
-    for weight, neighbour in zip(_GAUSSIAN, _neighbours(matrix, axis, _REACH), strict=True):
-        mean.add_(torch.mul(neighbour, weight, out=term))
+    mean = torch.zeros_like(matrix)
+    for tap, neighbour in enumerate(_neighbours(matrix, axis, _REACH), start=-_REACH):
+        mean.add_(torch.mul(neighbour, _HALF_GAUSSIAN[abs(tap)], out=matrix))
     return mean
 
 
 def _neighbours(matrix: Tensor, axis: int, reach: int) -> list[Tensor]:
-    """Views whose position i holds position i − reach … i + reach, mirrored at the edges: c b a | a b c | c b a."""
+    """Views whose position i holds position i − reach … i + reach, mirrored at the edges (abc|cba), of a copy."""
     size = matrix.shape[axis]
     beyond = [at % (2 * size) for at in (*range(-reach, 0), *range(size, size + reach))]
     mirrored = [at if at < size else 2 * size - 1 - at for at in beyond]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         Param("beta", 1.0, "multiplier of the changes that stay", slider=(-1.0, 4.0)),
     ),
     formula="A + beta·keep·(B − A)/(1 − alpha), keep = 1 with probability 1 − alpha, else 0",
-    random=True,
+    random="element",
     exact_arithmetic=True,
     exact_a="alpha = 1 or beta = 0",
     exact_b="alpha = 0 and beta = 1",

@@ -27,32 +27,44 @@ def row_block(columns: int) -> int:
     return max(1, BLOCK // max(1, columns))
 
 
-def dot(x: Tensor, y: Tensor) -> float:
-    """⟨x, y⟩: products and block sums in float64, the blocks' sums added exactly.
+def block_dots(x: Tensor, y: Tensor) -> list[float]:
+    """Σ x·y of each block of 2**16 elements, in float64.
 
     Args:
         x: float32 or float64, any shape.
         y: as many elements.
     """
-    return math.fsum(_product(left, right) for left, right in _blocks(x, y))
+    return [_product(left, right, room) for (left, right), room in _blocks(x, y)]
+
+
+def dot(x: Tensor, y: Tensor) -> float:
+    """⟨x, y⟩ in float64, the blocks' sums added exactly."""
+    return math.fsum(block_dots(x, y))
 
 
 def pair_dots(x: Tensor, y: Tensor) -> tuple[float, float, float]:
     """⟨x, x⟩, ⟨x, y⟩ and ⟨y, y⟩ in one pass; see `dot`."""
-    sums = [(_product(left, left), _product(left, right), _product(right, right)) for left, right in _blocks(x, y)]
-    xx, xy, yy = (math.fsum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
-    return xx, xy, yy
+    xx, xy, yy = [], [], []
+    for (left, right), room in _blocks(x, y):
+        xx.append(_product(left, left, room))
+        xy.append(_product(left, right, room))
+        yy.append(_product(right, right, room))
+    return math.fsum(xx), math.fsum(xy), math.fsum(yy)
 
 
-def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """The tensors' elements in float64, one block of each at a time."""
+def _blocks(*tensors: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """A block of each tensor in float64, and room for another; the next block overwrites them."""
     flat = [tensor.reshape(-1) for tensor in tensors]
-    for at in range(0, flat[0].numel(), BLOCK):
-        yield [tensor[at : at + BLOCK].double() for tensor in flat]
+    count = flat[0].numel()
+    *buffers, room = [torch.empty(min(BLOCK, count), dtype=torch.float64) for _ in range(len(flat) + 1)]
+    for at in range(0, count, BLOCK):
+        size = min(BLOCK, count - at)
+        yield [buffer[:size].copy_(x[at : at + size]) for buffer, x in zip(buffers, flat, strict=True)], room[:size]
 
 
-def _product(x: Tensor, y: Tensor) -> float:
-    return float(torch.sum(x * y))
+def _product(x: Tensor, y: Tensor, room: Tensor) -> float:
+    """Σ x·y of a block. Torch splits so long a sum between its threads: the engine gives each worker one."""
+    return float(torch.sum(torch.mul(x, y, out=room)))
 
 
 def bits_finite(raw: NDArray[np.uint8], bits: int, unbounded: int) -> bool:
@@ -96,28 +108,30 @@ def compare_sums(a: Tensor, b: Tensor, c: Tensor | None = None) -> dict[str, flo
         `both` of positions where B − A and C − A are both non-zero.
     """
     sums: dict[str, list[float]] = defaultdict(list)
-    for x, y, *more in _blocks(a, b, *(() if c is None else (c,))):
-        first = y - x
-        pairs = {"aa": (x, x), "bb": (y, y), "ab": (x, y), "dd": (first, first)}
+    for (x, y, *more), room in _blocks(a, b, *(() if c is None else (c,))):
+        sums["aa"].append(_product(x, x, room))
+        sums["bb"].append(_product(y, y, room))
+        sums["ab"].append(_product(x, y, room))
+        first = y.sub_(x)
+        sums["dd"].append(_product(first, first, room))
         for z in more:
-            second = z - x
-            pairs |= {"ee": (second, second), "de": (first, second)}
-            agreement = torch.sign(first).mul_(torch.sign(second))
-            both = _product(agreement, agreement)
+            second = z.sub_(x)
+            sums["ee"].append(_product(second, second, room))
+            sums["de"].append(_product(first, second, room))
+            agreement = first.sign_().mul_(second.sign_())
+            both = _product(agreement, agreement, room)
             sums["both"].append(both)
             sums["conflicts"].append((both - float(torch.sum(agreement))) / 2)
-        for name, pair in pairs.items():
-            sums[name].append(_product(*pair))
     return {name: math.fsum(values) for name, values in sums.items()}
 
 
 def change_sums(a: Tensor, out: Tensor) -> dict[str, float]:
     """`oo` of the result, `cc` of its change against A, and `max_change`, of one tile; see `compare_sums`."""
-    oo, cc, largest = [0.0], [0.0], [0.0]
-    for x, y in _blocks(a, out):
-        change = y - x
-        oo.append(_product(y, y))
-        cc.append(_product(change, change))
+    oo, cc, largest = [], [], [0.0]
+    for (x, y), room in _blocks(a, out):
+        oo.append(_product(y, y, room))
+        change = y.sub_(x)
+        cc.append(_product(change, change, room))
         low, high = torch.aminmax(change)
         largest += [-float(low), float(high)]
     return {"oo": math.fsum(oo), "cc": math.fsum(cc), "max_change": max(largest)}

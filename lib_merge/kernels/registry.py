@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["elementwise", "whole"]
+Chance = Literal["", "element", "tensor"]
 Value = float | bool
 
 _LARGEST = sys.float_info.max
@@ -106,7 +107,8 @@ class Method:
         rows: tiles are whole rows, and tensors come as matrices [rows, columns]: the first dimension against the rest,
             vectors as one column. Blocks of `row_block` rows are never cut.
         measures: what it must know of the whole tensor first; the function then takes `measures`, their values.
-        random: the function takes `draws`, see `kernels.random`.
+        random: the function takes `draws` (see `kernels.random`): of each `element` of its tile, or the first of the
+            whole `tensor`, the same for every tile; empty for methods without chance.
         exact_arithmetic: made of IEEE + − × ÷ and comparisons only: the same bytes on every CPU.
         exact_a: when the result is A bit for bit, for display.
         exact_b: when it is B bit for bit, or empty.
@@ -124,7 +126,7 @@ class Method:
     whole_when: str
     rows: bool
     measures: tuple[Measure, ...]
-    random: bool
+    random: Chance
     exact_arithmetic: bool
     exact_a: str
     exact_b: str
@@ -173,7 +175,7 @@ def merge_method(
     whole_when: str = "",
     rows: bool = False,
     measures: tuple[Measure, ...] = (),
-    random: bool = False,
+    random: Chance = "",
     exact_arithmetic: bool = False,
     exact_a: str,
     exact_b: str = "",

@@ -43,8 +43,22 @@ SIDES = (
     *(Side(ending, ".weight", ("U32",), "MLX affine") for ending in (".scales", ".biases")),
     *(
         Side(ending, ".weight", _FP8, "scaled fp8")
-        for ending in (".scale_weight", ".scale_input", ".weight_scale", ".input_scale", ".comfy_quant")
+        for ending in (
+            ".scale_weight",
+            ".scale_input",
+            ".weight_scale",
+            ".weight_scale_inv",
+            ".input_scale",
+            ".comfy_quant",
+        )
     ),
+    *(Side(ending, ".weight", ("I8",), "scaled int8") for ending in (".weight_scale", ".weight_zero_point")),
+    *(Side(ending, ".weight", ("U8",), "NVFP4") for ending in (".weight_scale", ".weight_scale_2", ".input_scale")),
+    *(
+        Side(ending, ".weight_packed", ("I32", "U8"), "compressed-tensors")
+        for ending in (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_global_scale")
+    ),
+    *(Side(ending, "_blocks", ("U8",), "MXFP4") for ending in ("_blocks", "_scales")),
 )
 
 # Dtypes that hold codes or parts of numbers whatever the tensor is called.
@@ -55,7 +69,6 @@ PACKED = {
     "F8_E8M0": "block scale",
     "F8_E4M3FNUZ": "fp8 FNUZ",
     "F8_E5M2FNUZ": "fp8 FNUZ",
-    "C64": "complex",
 }
 
 

@@ -1,0 +1,74 @@
+"""Memory that a worker uses again for every tile, and its views, which are made once for each size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .files.dtypes import Dtype
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WIDEST_BYTES = 8
+_VIEWS_KEPT = 512
+
+
+class Buffer:
+    """Room for some elements of any dtype.
+
+    Args:
+        elements: capacity, counted in the widest dtype (8 bytes).
+    """
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self._memory = torch.empty(elements * WIDEST_BYTES, dtype=torch.uint8)
+        self._array = self._memory.numpy()
+        self._tensors: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._bytes: dict[int, memoryview] = {}
+        self._signs: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
+        """The first `count` elements as a tensor of that dtype."""
+        found = self._tensors.get((dtype, count))
+        if found is None:
+            self._trim()
+            found = self._tensors[dtype, count] = self._memory[: count * dtype.itemsize].view(dtype)
+        return found
+
+    def bytes(self, count: int) -> memoryview:
+        """The first `count` bytes, for reads and writes."""
+        found = self._bytes.get(count)
+        if found is None:
+            self._trim()
+            found = self._bytes[count] = self._array[:count].data
+        return found
+
+    def finite(self, dtype: Dtype, count: int) -> bool:
+        """True when the first `count` elements, taken as this float format, hold no NaN and no infinity.
+
+        Told from the bits: above the largest finite pattern, positive or negative, nothing is finite.
+        """
+        if count == 0:
+            return True
+        found = self._signs.get((dtype.bits, count))
+        if found is None:
+            self._trim()
+            raw = self._array[: count * dtype.bits // 8]
+            found = self._signs[dtype.bits, count] = (
+                raw.view(f"<i{dtype.bits // 8}"),
+                raw.view(f"<u{dtype.bits // 8}"),
+            )
+        signed, unsigned = found
+        negative = dtype.unbounded | 1 << dtype.bits - 1
+        return bool(np.maximum.reduce(signed) < dtype.unbounded and np.maximum.reduce(unsigned) < negative)
+
+    def _trim(self) -> None:
+        """Forget all views when there are many: a model of countless sizes must not fill memory with them."""
+        if len(self._tensors) + len(self._bytes) + len(self._signs) > _VIEWS_KEPT:
+            self._tensors.clear()
+            self._bytes.clear()
+            self._signs.clear()

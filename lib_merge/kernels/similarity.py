@@ -1,0 +1,131 @@
+"""How similar A and B are, weight by weight, and blending with a share of B that follows from it.
+
+Similarity is s = 1 − |B − A|/M with M the largest |B − A| of the tensor: 1 where a weight is the same in both, 0 where
+they differ most. The mode document calls it "diff", and so says "difference" where similarity is meant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..lazy import torch
+from .arithmetic import chosen_or, mask_below
+from .random import STEPS
+from .scratch import PIECE, room
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIMILARITY = "s = 1 − |B − A|/max|B − A| (max over the tensor)"
+_BITS_OF_1 = {4: 0x3F800000, 8: 0x3FF0000000000000}
+
+
+def gaps(a: Tensor, b: Tensor, wide: bool) -> Tensor:
+    """|A − B|, in float64 if `wide`; good until this thread's next call."""
+    if not wide:
+        return torch.sub(a, b, out=room("gap", a)).abs_()
+    gap, other = room("gap", a, torch.float64), room("other", a, torch.float64)
+    return gap.copy_(a).sub_(other.copy_(b)).abs_()
+
+
+def similarities(a: Tensor, b: Tensor, largest: float, wide: bool) -> Tensor:
+    """Similarity, in the dtype of `a`; good until this thread's next call.
+
+    Args:
+        a: float32 or float64, any shape.
+        b: same shape and dtype.
+        largest: M, not 0.
+        wide: see `needs_wide`.
+    """
+    found = gaps(a, b, wide).div_(-largest).add_(1)
+    return room("similarity", a).copy_(found) if wide else found
+
+
+def exponent_of(alpha: float) -> float:
+    """The exponent of s; 0 at alpha 1, where every share is 1 (0 to the power 0 too)."""
+    return 1 / alpha - 1
+
+
+def needs_wide(alpha: float) -> bool:
+    """True where s^e is so steep near s = 0 that a float32 rounding of B − A would be seen in the result."""
+    return 0.5 < alpha < 1
+
+
+def raised(base: Tensor, exponent: float) -> Tensor:
+    """base^exponent, in place; torch's own pow and exp2 give bits that depend on the length of the tile."""
+    if exponent == 1:
+        return base
+    if exponent == 2:
+        return base.mul_(base)
+    if exponent == 3:
+        return base.mul_(torch.mul(base, base, out=room("other", base)))
+    return base.log_().mul_(exponent).exp_()
+
+
+def blend(
+    a: Tensor, b: Tensor, share: Callable[[Tensor, Tensor], Tensor], smoothness: float, draws: Tensor | None
+) -> Tensor:
+    """A + k·(B − A), k = smoothness·m + (1 − smoothness)·(1 with probability m, else 0).
+
+    Where k is 0 the bits of A stay, where it is 1 those of B come.
+
+    Args:
+        a: at least one dimension; overwritten.
+        b: same shape; overwritten.
+        share: a piece of A and of B -> m, 0 … 1.
+        smoothness: 0 … 1; at 0 nothing is calculated, bits are chosen.
+        draws: int32, same shape; not needed where smoothness is 1.
+
+    Returns:
+        The blend, in the memory of `a` or `b`.
+    """
+    size = max(1, PIECE // math.prod(a.shape[1:]))
+    for low in range(0, len(a), size):
+        x, y = a[low : low + size], b[low : low + size]
+        m = share(x, y)
+        if smoothness == 1:
+            _interpolate(x, y, m)
+            continue
+        assert draws is not None
+        chosen = _chosen(m, draws[low : low + size])
+        if smoothness == 0:
+            chosen_or(x, y, chosen)
+        else:
+            _interpolate(x, y, _mixed(m, chosen, smoothness))
+    return a if smoothness > 0 else b
+
+
+def _chosen(m: Tensor, draws: Tensor) -> Tensor:
+    """Mask of the draws that choose B: draw < 65536·m − ½, as `random.threshold`; nothing in this rounds."""
+    limit = torch.mul(m, STEPS, out=room("other", m)).sub_(0.5)
+    distance = room("chosen", m).copy_(draws).sub_(limit)
+    return as_bits(distance).bitwise_right_shift_(8 * m.element_size() - 1)
+
+
+def _mixed(m: Tensor, chosen: Tensor, smoothness: float) -> Tensor:
+    """smoothness·m + (1 − smoothness)·(1 where chosen), in place of m; exactly 1 for 1 and chosen, 0 for 0."""
+    part = torch.tensor(smoothness, dtype=m.dtype)
+    rest = int(as_bits(1 - part))
+    return m.mul_(float(part)).add_(chosen.bitwise_and_(rest).view(m.dtype))
+
+
+def _interpolate(a: Tensor, b: Tensor, share: Tensor) -> None:
+    """A + share·(B − A) in place of `a`: the bits of A where share is 0, those of B where it is 1. Overwrites `share`.
+
+    Written as `step_towards`; the added 0 makes 0.0 of −0.0, and A − 0.0 has the bits of A.
+    """
+    back = torch.sub(a, b, out=room("other", a)).mul_(share).add_(0.0)
+    a.sub_(back)
+    chosen_or(b, a, mask_below(as_bits(share), _BITS_OF_1[share.element_size()], a))
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """The same memory as integers; numbers ≥ 0 keep their order."""
+    return x.view(torch.int64 if x.element_size() == 8 else torch.int32)
+
+
+def undefined(a: Tensor) -> Tensor:
+    """The result where B − A is beyond its dtype's range: not finite, so that the run fails and names the tensor."""
+    return a.fill_(math.nan)

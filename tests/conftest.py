@@ -1,0 +1,12 @@
+"""Every test remembers hashes in a folder of its own, and leaves the user's cache alone."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_hash_cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LIB_MERGE_CACHE", str(folder))
+    return folder
