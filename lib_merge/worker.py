@@ -13,8 +13,9 @@ from .files.source import Source
 from .kernels.measure import all_finite
 from .kernels.random import draws
 from .kernels.registry import Method, method
+from .kernels.rounding import to_odd
 from .lazy import torch
-from .steps import Merged, Node, Step, Stored, Zeros
+from .steps import Merged, Node, Step, Stored, Zeros, leaves
 from .tiles import cut
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class Worker:
         if watch is not None:
             watch.after(tile.step, tile.low, result)
         if node is not tile.step.node and not all_finite(result):
-            raise NumberError(f"{node.method} gives values that are not finite", tensor=tile.step.key)
+            file = next((self._sources[leaf.slot].path for leaf in leaves(node)), None)
+            raise NumberError(f"{node.method} gives values that are not finite", file=file, tensor=tile.step.key)
         return result
 
     def _operands(self, node: Merged, tile: Tile, number: torch.dtype) -> list[Tensor]:
@@ -198,7 +200,8 @@ class Worker:
             if dtype.rank == 1:
                 part = self._within(part, dtype)
             raw = self._raw.tensor(stored_as, count)
-            raw.copy_(part)
+            narrow = part.dtype == torch.float64 and size < 4
+            raw.copy_(to_odd(part) if narrow else part)
             if not self._raw.finite(dtype, count):
                 self._explain(step, part, raw, dtype)
             self._sink.write(step.key, (first + low) * size, self._raw.bytes(count * size))
@@ -214,16 +217,19 @@ class Worker:
         before = torch.isfinite(part)
         after = torch.isfinite(raw.to(part.dtype))
         born = before & ~after
+        file = next((self._sources[leaf.slot].path for leaf in leaves(step.node)), None)
         if bool(born.any()):
             largest = float(part[born].abs().max())
             raise NumberError(
                 f"a value of {largest:g} does not fit {dtype.option}, which ends at {dtype.largest:g}",
+                file=file,
                 tensor=step.key,
                 hint="store it wider: --save-dtype bf16 or fp32",
             )
         if step.action == "merged":
             raise NumberError(
                 "the result holds a value that is not finite",
+                file=file,
                 tensor=step.key,
                 hint="lower the method's parameters, or exclude the tensor",
             )

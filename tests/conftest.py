@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def own_hash_cache(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("cache")
+    folder = tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"  # mktemp looks through all folders each time
+    folder.mkdir()
     monkeypatch.setenv("LIB_MERGE_CACHE", str(folder))
     return folder

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,6 @@ def test_a_dtype_that_is_forced_gets_the_same_values_rounded_once(tmp_path, opti
             assert same_bits(found[key], wanted.to(getattr(torch, BY_OPTION[option].torch))), key
 
 
-@pytest.mark.xfail(strict=True, reason="the worker narrows float64 by way of float32; kernels.rounding.to_odd mends it")
 @pytest.mark.parametrize("option", ["fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"])
 def test_float64_is_rounded_once_on_its_way_to_a_narrow_dtype(tmp_path, option):
     """1 + half a step + a little: by way of float32 the little is lost and the tie goes down."""
@@ -137,8 +137,9 @@ def test_float64_is_rounded_once_on_its_way_to_a_narrow_dtype(tmp_path, option):
 # Exact ends.
 
 
+@lru_cache(maxsize=32)
 def finite_patterns(dtype: torch.dtype, seed: int) -> Tensor:
-    """Every finite number of a small format, or edges and random ones of a large one, in some order."""
+    """Every finite number of a small format, or 4000 of a large one, −0.0 and subnormals among them, in some order."""
     rng = np.random.default_rng(seed)
     size = dtype.itemsize
     if size <= 2:
@@ -147,7 +148,8 @@ def finite_patterns(dtype: torch.dtype, seed: int) -> Tensor:
         patterns = rng.integers(0, 256**size, 5000, dtype=f"u{size}")
         patterns[:4] = [0, 1 << (8 * size - 1), 1, (1 << (8 * size - 1)) + 1]
     found = torch.from_numpy(patterns.view(f"i{size}")).view(dtype)
-    return found[torch.isfinite(found.double())][: 4000 if size > 2 else 60000 if size == 2 else 250].clone()
+    finite = found[torch.isfinite(found.double())]
+    return finite if size <= 2 else finite[:4000].clone()
 
 
 ENDS = [(chosen.id, {chosen.strength: 0}, "A") for chosen in METHODS]
@@ -386,13 +388,13 @@ def test_the_order_of_the_inputs_keys_changes_no_byte_of_a_tensor(tmp_path, chos
         keys = np.random.default_rng(number).permutation(list(tensors))
         shuffled[slot] = {str(key): tensors[str(key)] for key in keys}
         assert list(shuffled[slot]) != list(tensors)
-    for number, values in enumerate(settings(chosen)):
+    for values in settings(chosen)[1:]:
         found = []
         for name, arranged in (("sorted", models), ("shuffled", shuffled)):
-            paths = save_all(tmp_path / f"{name}-in", arranged)
-            content(tmp_path / f"{name}-{number}", paths, chosen, values)
-            found.append(load_file(tmp_path / f"{name}-{number}" / "out.safetensors"))
-        assert {key: raw(tensor) for key, tensor in found[0].items()} == {key: raw(t) for key, t in found[1].items()}
+            paths, out = save_all(tmp_path / name, arranged), tmp_path / "out.safetensors"
+            lib_merge.merge(*paths, out=out, method=chosen.id, params=values, overwrite=True, **QUICK)
+            found.append({key: raw(tensor) for key, tensor in load_file(out).items()})
+        assert found[0] == found[1]
 
 
 @each_method
