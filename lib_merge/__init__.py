@@ -3,6 +3,7 @@
 Importing this package loads no torch; it is loaded when tensors are first computed.
 """
 
+from .analyze import Comparison, compare
 from .errors import (
     CancelledError,
     FileError,
@@ -26,6 +27,7 @@ from .version import __version__
 __all__ = [
     "CancelToken",
     "CancelledError",
+    "Comparison",
     "FileError",
     "Job",
     "MergeError",
@@ -40,6 +42,7 @@ __all__ = [
     "Result",
     "Verified",
     "__version__",
+    "compare",
     "convert",
     "inspect",
     "make_plan",

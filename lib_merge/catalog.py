@@ -189,5 +189,5 @@ def refuse_missing(missing: Mapping[str, FileError]) -> None:
 
 def known_hashes(located: Mapping[str, Path], cache: HashCache) -> dict[str, str]:
     """Slot path -> sha256, of the models whose hash is remembered."""
-    found = {slot: model_hash(path, cache, compute=False) for slot, path in located.items() if path.exists()}
+    found = {slot: model_hash(path, cache, compute=False) for slot, path in located.items() if os.path.exists(path)}
     return {slot: digest for slot, digest in found.items() if digest}

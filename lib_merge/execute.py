@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .engine import Options, carry_out
-from .errors import CancelledError, FileError, MergeError, PlanError
+from .errors import CancelledError, FileError, MergeError, PlanError, RecipeError
 from .events import CancelToken, OnProgress, Progress
-from .files.hashes import HashCache, legacy_hash, sha256_file
+from .files.hashes import HashCache, legacy_hash
+from .files.open import open_model
 from .files.sink import FileSink
 from .files.temporary import sweep
 from .memory import peak_rss_mb
@@ -57,6 +58,11 @@ class Running:
     on_progress: OnProgress = lambda progress: None
     cancel: CancelToken = field(default_factory=CancelToken)
     cache: HashCache = field(default_factory=HashCache)
+
+    def __post_init__(self) -> None:
+        for name, value in (("threads", self.threads), ("tile", self.tile)):
+            if value is not None and value < 1:
+                raise RecipeError(f"{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,8 @@ def execute(plan: Plan, target: Path, how: Running) -> Result:
     finally:
         plan.close()
     return replace(
-        planned(plan, target),
-        sha256=sha256_file(target) if how.hash and target.is_file() else None,
+        planned(replace(plan, known_hashes=hashes), target),
+        sha256=how.cache.compute_source(open_model(target)) if how.hash else None,
         warnings=tuple(problem.what for problem in plan.warnings()) + _saturation(saturated),
         seconds=time.perf_counter() - start,
         peak_rss_mb=peak_rss_mb(),
@@ -194,7 +200,8 @@ class _Hashing:
     def __init__(self, plan: Plan, how: Running) -> None:
         self._plan, self._how = plan, how
         self._hashes = dict(plan.known_hashes)
-        self._missing = [slot for slot in plan.sources if slot not in self._hashes] if plan.keep_recipe else []
+        asked = {slot for slot, model in files(plan.recipe) if plan.keep_recipe or model.sha256}
+        self._missing = sorted(asked - self._hashes.keys())
         self._stop = False
         self._error: MergeError | None = None
         self._thread = threading.Thread(target=self._work, name="lib_merge-hash", daemon=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .blocks import parse as parse_blocks
 from .catalog import PathLike, known_hashes, locate
-from .errors import RecipeError
+from .errors import OutputError, RecipeError
 from .execute import Result, Running, execute, planned
 from .files.target import numbered
 from .kernels.registry import method as find_method
@@ -32,9 +33,9 @@ def merge(
     delta: float | None = None,
     blocks: str | Mapping[str, Mapping[str, float]] = "",
     rules: Sequence[tuple[str, Mapping[str, Value]]] = (),
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     include_mode: bool = False,
-    discard: Sequence[str] = (),
+    discard: str | Sequence[str] = (),
     glob: bool = False,
     mismatch: Mismatch = "skip",
     vae: PathLike | None = None,
@@ -84,18 +85,27 @@ def merge(
         method=method,
         params=given,
         seed=seed,
-        models={slot: Slot(file=Path(path).name) for slot, path in paths.items()},
+        models={slot: Slot(file=_name(path)) for slot, path in paths.items()},
         blocks=_named_blocks(blocks, method),
         rules=tuple(Rule(match=match, params=dict(values)) for match, values in rules),
-        exclude=tuple(exclude),
+        exclude=_patterns(exclude),
         include_mode=include_mode,
-        discard=tuple(discard),
+        discard=_patterns(discard),
         glob=glob,
         mismatch=mismatch,
-        vae=None if vae is None else Slot(file=Path(vae).name),
+        vae=None if vae is None else Slot(file=_name(vae)),
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )
     return run(recipe, out=out, files=paths | ({} if vae is None else {"vae": vae}), **running)
+
+
+def _name(path: PathLike) -> str:
+    """What a recipe calls a model: the name of its file or folder, also where the path ends in `.` or `..`."""
+    return os.path.basename(os.path.abspath(path))
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _named_blocks(given: str | Mapping[str, Mapping[str, float]], method_id: str) -> dict[str, dict[str, Value]]:
@@ -114,7 +124,7 @@ def convert(
     save_dtype: SaveDtype = "auto",
     override_dtype: bool = False,
     vae: PathLike | None = None,
-    discard: Sequence[str] = (),
+    discard: str | Sequence[str] = (),
     glob: bool = False,
     only: Component | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -136,11 +146,11 @@ def convert(
     """
     recipe = Recipe(
         task="convert",
-        models={"A": Slot(file=Path(a).name)},
-        discard=tuple(discard),
+        models={"A": Slot(file=_name(a))},
+        discard=_patterns(discard),
         glob=glob,
         only=only,
-        vae=None if vae is None else Slot(file=Path(vae).name),
+        vae=None if vae is None else Slot(file=_name(vae)),
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )
     return run(recipe, out=out, files={"A": a} | ({} if vae is None else {"vae": vae}), **running)
@@ -168,6 +178,8 @@ def run(
     """
     how = Running(**running)
     target = numbered(Path(out)) if how.number else Path(out)
+    if models and os.path.lexists(target) and not how.overwrite:  # said before files are hashed to find the inputs
+        raise OutputError("the output exists", file=target, hint="choose another name, or --overwrite, or --number")
     located = locate(recipe, files or {}, models, how.cache)
     known = known_hashes(located, how.cache) if how.keep_recipe else {}
     plan = make_plan(

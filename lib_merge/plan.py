@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import recipe as recipes
-from .errors import FileError, PlanError, Problem
+from .errors import FileError, PlanError, Problem, RecipeError
 from .files.dtypes import nbytes
 from .files.open import open_model
 from .files.sink import OutPart
@@ -186,6 +186,8 @@ def _open_all(recipe: Recipe, files: Mapping[str, Path | str]) -> dict[str, Sour
     """Open every input; all that fail are reported together."""
     sources: dict[str, Source] = {}
     problems = []
+    if extra := files.keys() - {slot for slot, _ in recipes.files(recipe)}:
+        raise RecipeError(f"the recipe has no model {sorted(extra)[0]}", hint="give files for the slots it has")
     opened: dict[Path, Source] = {}
     for slot, model in recipes.files(recipe):
         if slot not in files:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import OutputError
+from .report_html import html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,12 +17,6 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]
 
 SUFFIXES = (".csv", ".json", ".html")
-_STYLE = """<style>
-body { font: 14px system-ui, sans-serif; margin: 2em; color: #222; background: #fff }
-table { border-collapse: collapse } th, td { padding: .2em .6em; border-bottom: 1px solid #ddd; text-align: right }
-th:first-child, td:first-child { text-align: left; font-family: monospace }
-@media (prefers-color-scheme: dark) { body { color: #ddd; background: #1b1b1b } th, td { border-color: #444 } }
-</style>"""
 
 
 def table(rows: Rows) -> pd.DataFrame:
@@ -61,23 +57,23 @@ def check_report_path(path: Path, overwrite: bool = False) -> None:
         raise OutputError("the report exists", file=path, hint="choose another name, or --overwrite, or --number")
 
 
-def save(rows: Rows, path: Path, title: str) -> None:
+def save(rows: Rows, path: Path, title: str, header: Mapping[str, str] | None = None) -> None:
     """Write a report: `.csv` with full precision, `.json`, or `.html` to look at.
 
     Raises:
         OutputError: it cannot be written.
     """
     try:
-        path.write_text(_TEXT[path.suffix](rows, title), "utf-8", newline="\n")
+        path.write_text(_TEXT[path.suffix](rows, title, header or {}), "utf-8", newline="\n")
     except OSError as error:
         raise OutputError(f"cannot write the report: {error.strerror}", file=path) from error
 
 
-def _csv(rows: Rows, title: str) -> str:
+def _csv(rows: Rows, title: str, header: Mapping[str, str]) -> str:
     return str(table(rows).to_csv(index=False, lineterminator="\n"))
 
 
-def _json(rows: Rows, title: str) -> str:
+def _json(rows: Rows, title: str, header: Mapping[str, str]) -> str:
     """Strict JSON: NaN becomes null."""
     plain = [
         {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
@@ -86,17 +82,4 @@ def _json(rows: Rows, title: str) -> str:
     return json.dumps({"title": title, "rows": plain}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _html(rows: Rows, title: str) -> str:
-    from html import escape
-
-    import pandas as pd
-
-    with pd.option_context("display.max_colwidth", None):  # or long names would be cut
-        body = table(rows).to_html(
-            index=False, escape=True, na_rep="", float_format=lambda value: f"{value:.4g}", border=0
-        )
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title>{_STYLE}'
-    return f"<!doctype html><html><head>{head}</head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
-
-
-_TEXT = {".csv": _csv, ".json": _json, ".html": _html}
+_TEXT = {".csv": _csv, ".json": _json, ".html": html}

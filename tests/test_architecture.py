@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("engine", "watch"),
     ("execute",),
     ("merge", "verify", "analyze", "lora", "fold", "foreign", "cluster", "demo", "samples"),
-    ("host", "api", "cli_parse", "cli_text"),
+    ("host", "api"),
     ("cli", "ui", "webui"),
     ("app", "__main__", HOST_ENTRY),
 )

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import lib_merge
-from lib_merge import cli as cli_module
-from lib_merge.cli import cli, main
-from lib_merge.cli_parse import assignments, model_argument, rule
+from lib_merge.cli import cli, main, reading
+from lib_merge.cli.parse import assignments, model_argument, rule
 from lib_merge.errors import RecipeError
 from lib_merge.kernels.registry import all_methods
 from tests.support import read, read_raw, values, write, write_sparse
@@ -426,7 +425,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number):
     running.send_signal(number)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert (out, err.decode().strip()) == (b"", "error: interrupted; nothing was written under the output's name")
+    assert (out, err.decode().strip()) == (b"", "error: interrupted; what was not finished is removed")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
 
@@ -464,7 +463,7 @@ def test_a_fault_of_our_own_is_one_line_unless_debugged(monkeypatch, run):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("oh no")
 
-    monkeypatch.setattr(cli_module, "inspect", broken)
+    monkeypatch.setattr(reading, "inspect", broken)
     status, out, err = run("inspect", "x")
     assert (status, out) == (1, "")
     assert err.splitlines()[0] == "error: ZeroDivisionError: oh no"

@@ -96,7 +96,10 @@ def detect(tensors: Tensors, families: Sequence[Family]) -> Detected:
     parts = [family for family in families if family.kind in _PARTS]
     rounds = [(family, family.signs) for family in models]
     rounds += [(family, family.loose) for family in models]
-    rounds += [(family, family.signs) for family in parts]
+    if not any(
+        prefix in present for prefix in _CLEAR
+    ):  # beside a denoiser, a VAE or an encoder is a part, not the model
+        rounds += [(family, family.signs) for family in parts]
     for family, signs in rounds:
         for prefix in family.prefixes or present:
             for sign in signs:

@@ -14,10 +14,10 @@ from .scratch import room
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A sum is kept as multiples of a few units 2**(28·n). Whole numbers are added without rounding (up to 2**53), and so
-# neither order nor grouping matters.
+# A sum is kept as multiples of up to three units 2**(28·n). Whole numbers are added without rounding (up to 2**53), and
+# so neither order nor grouping matters.
 _BITS = 28
-_LEVELS = {4: 2, 8: 3}
+_LEVELS = 3
 _LEAST = -38  # 2**(28·_LEAST) is the least such unit that float64 has
 
 
@@ -26,22 +26,25 @@ class ColumnSums:
     """Sums of numbers ≥ 0, one for each column.
 
     Attributes:
-        top: number n of the largest unit that occurs, 2**(28·n).
-        multiples: [levels, columns] float64: how many of the units `top`, `top` − 1, … Of every block, less than one of
-            the last unit is left out: 2**−28 of the largest block's sum (2**−56 with three levels).
+        top: number n of the largest unit, 2**(28·n).
+        multiples: [columns] float64 each: how many of the units `top`, `top` − 1, `top` − 2; units that none needs are
+            left out at the end. What is less than the last unit is lost: 2**−55 of the largest block's sum, or less.
     """
 
     top: int
-    multiples: Tensor
+    multiples: tuple[Tensor, ...]
 
     def add(self, other: ColumnSums) -> ColumnSums:
         """Sums of both; any order and any grouping gives the same."""
         if self.top < other.top:
             return other.add(self)
-        down = min(self.top - other.top, len(self.multiples))
-        multiples = self.multiples.clone()
-        multiples[down:] += other.multiples[: len(multiples) - down]
-        return ColumnSums(self.top, multiples)
+        multiples = list(self.multiples)
+        for level, multiple in enumerate(other.multiples, self.top - other.top):
+            if level < len(multiples):
+                multiples[level] = multiples[level] + multiple
+            elif level < _LEVELS:
+                multiples += [torch.zeros_like(multiple)] * (level - len(multiples)) + [multiple]
+        return ColumnSums(self.top, tuple(multiples))
 
     def total(self) -> Tensor:
         """[columns] float64."""
@@ -51,23 +54,22 @@ class ColumnSums:
         return total
 
 
-def column_sums(blocks: Tensor, limit: float, element_size: int) -> ColumnSums:
+def column_sums(blocks: Tensor, largest: float) -> ColumnSums:
     """Sums over blocks of rows.
 
     Args:
         blocks: [blocks, columns] float64, numbers ≥ 0, from `sum_rows`; overwritten.
-        limit: no block's sum is larger.
-        element_size: 4 if they are sums of float32 numbers, 8 if of float64.
+        largest: no block's sum is larger, rounding aside.
     """
-    top = max((math.frexp(limit)[1] - 1) // _BITS, _LEAST) if limit else _LEAST
+    top = max(math.frexp(largest)[1] // _BITS, _LEAST) if largest else _LEAST
     rest, whole = blocks.div_(_unit(top)), room("whole", blocks)
-    multiples = torch.zeros(_LEVELS[element_size], blocks.shape[1], dtype=torch.float64, device=blocks.device)
-    for level in multiples:
-        torch.sum(torch.floor(rest, out=whole), 0, out=level)
-        if not rest.sub_(whole).amax() > 0:  # so with most numbers that came from 16 bits
+    multiples: list[Tensor] = []
+    while len(multiples) < _LEVELS:
+        multiples.append(torch.floor(rest, out=whole).sum(0))
+        if not rest.sub_(whole).amax() > 0:  # so at once with most numbers that came from 16 bits
             break
         rest.mul_(_unit(1))
-    return ColumnSums(top, multiples)
+    return ColumnSums(top, tuple(multiples))
 
 
 def sum_rows(block: Tensor, out: Tensor) -> None:
@@ -88,7 +90,7 @@ def row_blocks(*matrices: Tensor) -> Iterator[list[Tensor]]:
     """The matrices' rows, one block (see `row_block`) of each at a time."""
     rows, columns = matrices[0].shape
     size = row_block(columns)
-    for low in range(0, rows if columns else 0, size):
+    for low in range(0, rows, size):
         yield [matrix[low : low + size] for matrix in matrices]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..lazy import torch
-from .column_sums import row_blocks
+from .measure import BLOCK
 from .registry import Measure, Param, merge_method
 from .scratch import PIECE, room
 from .similarity import SIMILARITY, as_bits, blend, exponent_of, gaps, needs_wide, raised, similarities, undefined
@@ -15,11 +15,25 @@ from .similarity import SIMILARITY, as_bits, blend, exponent_of, gaps, needs_wid
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .similarity import Share
+
+
+def _pieces(size: int, *tensors: Tensor) -> Iterator[list[Tensor]]:
+    """The tensors' elements, `size` of each at a time."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for low in range(0, len(flat[0]), size):
+        yield [tensor[low : low + size] for tensor in flat]
+
+
+def _blend_flat(a: Tensor, b: Tensor, share: Share, smoothness: float, draws: Tensor | None) -> Tensor:
+    flat = a.reshape(-1)
+    blend(flat, b.reshape(-1), share, smoothness, None if draws is None else draws.reshape(-1))
+    return flat.reshape(a.shape)
+
 
 def _measure_largest(a: Tensor, b: Tensor, *, alpha: float, **_: Any) -> float:
-    x, y, wide = a.reshape(-1), b.reshape(-1), needs_wide(alpha)
-    pieces = (slice(low, low + PIECE) for low in range(0, len(x), PIECE))
-    return max((float(gaps(x[piece], y[piece], wide).amax()) for piece in pieces), default=0.0)
+    wide = needs_wide(alpha)
+    return max((float(gaps(x, y, wide).amax()) for x, y in _pieces(PIECE, a, b)), default=0.0)
 
 
 def _largest(parts: list[float]) -> float:
@@ -27,7 +41,7 @@ def _largest(parts: list[float]) -> float:
 
 
 class MeanPart(NamedTuple):
-    """Of a tile: largest |A − B|, its sums over blocks of rows, number of elements."""
+    """Of a tile: largest |A − B|, its sums over blocks of 2**16 elements, number of elements."""
 
     largest: float
     sums: list[float]
@@ -43,7 +57,7 @@ class Mean(NamedTuple):
 
 def _measure_mean(a: Tensor, b: Tensor, *, alpha: float, **_: Any) -> MeanPart:
     largest, sums = 0.0, []
-    for x, y in row_blocks(a, b):
+    for x, y in _pieces(BLOCK, a, b):
         gap = gaps(x, y, needs_wide(alpha))
         largest = max(largest, float(gap.amax()))
         sums.append(float(room("wide", gap, torch.float64).copy_(gap).sum()))
@@ -98,7 +112,7 @@ def comparative_interpolation(
         beta: 0 … 1; between its ends the two curves are mixed.
         gamma: 0 … 1; the expected result is the same for all.
         measures: largest |A − B| of the whole tensor.
-        draws: int32, same shape, needed where gamma < 1; see `kernels.random.draws`; overwritten.
+        draws: int32, same shape, needed where gamma < 1; see `kernels.random.draws`.
 
     Returns:
         The blend, same shape and dtype; at gamma 0 each element has the bits of A or of B.
@@ -122,8 +136,7 @@ def comparative_interpolation(
         similar = raised(similarities(x, y, largest, wide), exponent)
         return similar.mul_(1 - beta).add_(different.mul_(beta))
 
-    drawn = None if draws is None else draws.reshape(-1)
-    return blend(a.reshape(-1), b.reshape(-1), share, gamma, drawn).reshape(a.shape)
+    return _blend_flat(a, b, share, gamma, draws)
 
 
 @merge_method(
@@ -140,7 +153,6 @@ def comparative_interpolation(
     ),
     formula="A + k·(B − A), k = gamma·m + (1 − gamma)·(1 with probability m, else 0), m = s^(1/alpha − 1) where "
     f"mean of s·(1 − beta) < s < mean of s·(1 + beta), else 0; {SIMILARITY}, its mean over the tensor",
-    rows=True,
     measures=(Measure(_measure_mean, _mean),),
     random="element",
     exact_a="alpha = 0 or beta = 0",
@@ -162,13 +174,13 @@ def enhanced_auto_interp(
     so do those that are more than twice as similar as the mean.
 
     Args:
-        a: [rows, columns], float32 or float64; overwritten.
+        a: float32 or float64, any shape; overwritten.
         b: same shape and dtype; overwritten.
         alpha: 0 … 1; at 1 all weights inside the band are B.
         beta: 0 … 1.
         gamma: 0 … 1; the expected result is the same for all.
         measures: largest |A − B| and mean similarity of the whole tensor.
-        draws: int32, same shape, needed where gamma < 1; see `kernels.random.draws`; overwritten.
+        draws: int32, same shape, needed where gamma < 1; see `kernels.random.draws`.
 
     Returns:
         The blend, same shape and dtype; weights outside the band have the bits of A.
@@ -192,4 +204,4 @@ def enhanced_auto_interp(
         as_bits(m).bitwise_and_(inside)
         return m
 
-    return blend(a, b, share, gamma, draws)
+    return _blend_flat(a, b, share, gamma, draws)

@@ -52,12 +52,12 @@ def _measure_columns(a: Tensor, b: Tensor, lower: float, upper: float, wide: boo
     size = row_block(columns)
     sums = room("sums", a[::size], torch.float64)
     largest = 0.0
-    for number, (x, y) in enumerate(row_blocks(a, b)):
+    for number, (x, y) in enumerate(row_blocks(a, b) if columns else ()):
         gap = gaps(x, y, wide)
         largest = max(largest, float(gap.amax()))
         if limited:
             sum_rows(gap, sums[number])
-    total = column_sums(sums, size * largest, a.element_size()) if limited else None
+    total = column_sums(sums, size * largest) if limited and a.numel() else None
     return GatePart(largest, total, rows, lower, upper, a.dtype)
 
 
@@ -135,7 +135,7 @@ def enhanced_man_interp(
         gamma: upper limit, 0 … 1.
         delta: smoothness, 0 … 1; the expected result is the same for all.
         measures: the gate of the whole tensor.
-        draws: int32, same shape, needed where delta < 1; see `kernels.random.draws`; overwritten.
+        draws: int32, same shape, needed where delta < 1; see `kernels.random.draws`.
 
     Returns:
         The blend, same shape and dtype; closed columns have the bits of A.
@@ -156,7 +156,8 @@ def enhanced_man_interp(
         share_of_b = raised(similarities(x, y, gate.largest, wide), exponent)
         return share_of_b if factor is None else share_of_b.mul_(factor)
 
-    return blend(a, b, share, delta, draws)
+    blend(a, b, share, delta, draws)
+    return a
 
 
 @merge_method(

@@ -18,7 +18,10 @@ from .scratch import PIECE, room
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Share = Callable[[Tensor, Tensor], Tensor]
+
 SIMILARITY = "s = 1 − |B − A|/max|B − A| (max over the tensor)"
+_LARGEST_EXPONENT = 1e30  # float32 has it
 _BITS_OF_1 = {4: 0x3F800000, 8: 0x3FF0000000000000}
 
 
@@ -45,7 +48,7 @@ def similarities(a: Tensor, b: Tensor, largest: float, wide: bool) -> Tensor:
 
 def exponent_of(alpha: float) -> float:
     """The exponent of s; 0 at alpha 1, where every share is 1 (0 to the power 0 too)."""
-    return 1 / alpha - 1
+    return min(1 / alpha - 1, _LARGEST_EXPONENT)
 
 
 def needs_wide(alpha: float) -> bool:
@@ -64,10 +67,8 @@ def raised(base: Tensor, exponent: float) -> Tensor:
     return base.log_().mul_(exponent).exp_()
 
 
-def blend(
-    a: Tensor, b: Tensor, share: Callable[[Tensor, Tensor], Tensor], smoothness: float, draws: Tensor | None
-) -> Tensor:
-    """A + k·(B − A), k = smoothness·m + (1 − smoothness)·(1 with probability m, else 0).
+def blend(a: Tensor, b: Tensor, share: Share, smoothness: float, draws: Tensor | None) -> None:
+    """A + k·(B − A) in place of `a`, k = smoothness·m + (1 − smoothness)·(1 with probability m, else 0).
 
     Where k is 0 the bits of A stay, where it is 1 those of B come.
 
@@ -77,9 +78,6 @@ def blend(
         share: a piece of A and of B -> m, 0 … 1.
         smoothness: 0 … 1; at 0 nothing is calculated, bits are chosen.
         draws: int32, same shape; not needed where smoothness is 1.
-
-    Returns:
-        The blend, in the memory of `a` or `b`.
     """
     size = max(1, PIECE // math.prod(a.shape[1:]))
     for low in range(0, len(a), size):
@@ -91,10 +89,9 @@ def blend(
         assert draws is not None
         chosen = _chosen(m, draws[low : low + size])
         if smoothness == 0:
-            chosen_or(x, y, chosen)
+            chosen_or(y, x, chosen.bitwise_not_())
         else:
             _interpolate(x, y, _mixed(m, chosen, smoothness))
-    return a if smoothness > 0 else b
 
 
 def _chosen(m: Tensor, draws: Tensor) -> Tensor:

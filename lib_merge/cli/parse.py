@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 import click
 
-from .errors import RecipeError
-from .files.open import open_model
-from .kernels.registry import method
-from .recipe import Recipe, from_json
-from .verify import stored_recipe
+from ..errors import RecipeError
+from ..files.open import open_model
+from ..kernels.registry import method
+from ..recipe import Recipe, from_json
+from ..verify import stored_recipe
 
 _NUMBER = re.compile(r"^(?P<rest>.+?)@(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*([^\s,]+)")
@@ -24,7 +25,7 @@ def model_argument(text: str, method_id: str) -> str:
     """A model argument without its `@W`; these methods take no weight for each model."""
     rest = text
     for _ in range(2):  # W and TE_W
-        if not Path(rest).exists() and (match := _NUMBER.match(rest)):
+        if not os.path.exists(rest) and (match := _NUMBER.match(rest)):
             rest = match["rest"]
     if rest != text:
         raise RecipeError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
-from .execute import Result
-from .kernels.registry import Method
-from .plan import Plan
-from .steps import Merged, Step
+from ..execute import Result
+from ..kernels.registry import Method
+from ..plan import Plan
+from ..steps import Merged, Step
+from ..version import __version__
 
 _SHOWN_STEPS = 20
 
@@ -29,6 +31,23 @@ def describe_result(made: Result) -> str:
     if made.sha256:
         lines.append(f"sha256 {made.sha256}")
     return "\n".join(lines)
+
+
+def report_header(plan: Plan) -> dict[str, str]:
+    """What a report says of the run above its table."""
+    recipe, hashes = plan.recipe, plan.known_hashes
+    params = ", ".join(f"{name} {value}" for name, value in recipe.params.items())
+    models = {
+        f"model {slot}": source.name + (f", sha256 {hashes[slot][:10]}…" if slot in hashes else "")
+        for slot, source in plan.sources.items()
+    }
+    versions = f"lib_merge {__version__}, torch {version('torch')}"
+    return {
+        "method": f"{recipe.method or recipe.task} {params}".strip(),
+        **models,
+        "device": "cpu",
+        "versions": versions,
+    }
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:

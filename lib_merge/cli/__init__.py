@@ -1,0 +1,78 @@
+"""The command line `lib-merge`: options to recipes, results to text or one JSON object.
+
+Nothing else in the library prints, and nothing here decides what a merge does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import click
+
+from ..errors import MergeError
+from ..version import __version__
+from . import reading, writing
+from .show import print_error, print_usage_error
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="lib-merge")
+def cli() -> None:
+    """Merge checkpoints by streaming: exact, reproducible, verifiable, in a few hundred MB of memory."""
+
+
+for _module in (writing, reading):
+    for _command in vars(_module).values():
+        if isinstance(_command, click.Command):
+            cli.add_command(_command)
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+
+    Returns:
+        0 done or check passed, 1 stopped or failed, 2 the command line cannot be parsed, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):  # a console that lacks a character shows its number instead
+        with suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, _terminated)
+    try:
+        cli.main(args=words, prog_name="lib-merge", standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        print_usage_error(error)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        print("error: interrupted; what was not finished is removed", file=sys.stderr)
+        return 130
+    except MergeError as error:
+        if "--debug" in words:
+            raise
+        print_error(error, "--json" in words)
+        return 1
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except BrokenPipeError:  # who read our output has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for what Python still flushes at its end
+        return 1
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print("hint: this should not happen: run it again with --debug and report what it shows", file=sys.stderr)
+        return 1
+    return 0

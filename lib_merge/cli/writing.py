@@ -1,0 +1,179 @@
+"""Commands that write models: merge, convert, run, demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import report
+from ..catalog import Catalog, refuse_missing, search
+from ..errors import OutputError, RecipeError
+from ..execute import Result
+from ..files.hashes import HashCache
+from ..merge import convert, merge, run
+from ..verify import verify
+from .options import (
+    debug_option,
+    discard_option,
+    dtype_options,
+    glob_option,
+    models_option,
+    vae_option,
+    writing_options,
+)
+from .parse import metadata_object, model_argument, parameters, read_recipe, rule
+from .show import Bar, print_json, print_problems
+from .text import describe_plan, describe_result, plan_dict, report_header
+
+
+@click.command("merge")
+@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]")
+@click.option("--method", "method_id", default="weighted_sum", show_default=True, help="See `lib-merge methods`.")
+@click.option("-p", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
+@click.option("--alpha", type=float, help="Short for -p alpha=…")
+@click.option("--beta", type=float, help="Short for -p beta=…")
+@click.option("--gamma", type=float, help="Short for -p gamma=…")
+@click.option("--delta", type=float, help="Short for -p delta=…")
+@click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar='"P: NAME=VALUE …"',
+    help="Parameters of matching tensors; later rules win.",
+)
+@click.option("--blocks", metavar="TEXT", help="BASE=0,IN00-IN05=0.2,M00=0.5,OUT=0.7, or 12/17/20/26/61 numbers.")
+@click.option(
+    "--mismatch", default="skip", show_default=True, help="Tensors that B lacks: skip (keep A's), zeros or error."
+)
+@click.option("--exclude", multiple=True, metavar="P", help="Matching tensors keep A's values; repeatable.")
+@click.option("--include-mode", is_flag=True, help="Merge only what --exclude matches.")
+@discard_option
+@glob_option
+@vae_option
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random methods.")
+@dtype_options
+@writing_options
+def _merge(
+    models: Sequence[str],
+    method_id: str,
+    params: Sequence[str],
+    rules: Sequence[str],
+    blocks: str | None,
+    vae: str | None,
+    metadata: str | None,
+    **options: Any,
+) -> None:
+    """Merge checkpoints: A is the base, the output follows it."""
+    paths = [model_argument(text, method_id) for text in models]
+    short = {name: options.pop(name) for name in ("alpha", "beta", "gamma", "delta")}
+    given = parameters(params, {name: value for name, value in short.items() if value is not None})
+    if len(paths) < 2:
+        raise RecipeError(f"{method_id} needs at least two models", hint="lib-merge merge A B -o OUT")
+    _finish(
+        lambda how: merge(
+            *paths,
+            out=how.pop("out"),
+            method=method_id,
+            params=given,
+            rules=[rule(r) for r in rules],
+            blocks=blocks or "",
+            vae=vae,
+            metadata=metadata_object(metadata),
+            **how,
+        ),
+        options,
+    )
+
+
+@click.command("convert")
+@click.argument("model", metavar="A")
+@vae_option
+@discard_option
+@glob_option
+@click.option("--only", metavar="unet|te|vae", help="Keep one component alone.")
+@dtype_options
+@writing_options
+def _convert(model: str, metadata: str | None, **options: Any) -> None:
+    """Write a checkpoint anew: other dtype, other VAE, fewer tensors, a pickle as safetensors."""
+    _finish(lambda how: convert(model, out=how.pop("out"), metadata=metadata_object(metadata), **how), options)
+
+
+@click.command("run")
+@click.argument("recipe", metavar="RECIPE")
+@models_option
+@writing_options
+def _run(recipe: str, models: Sequence[str], **options: Any) -> None:
+    """Run a recipe again: a .json file, or a merged file that holds one. Inputs beside it are found by themselves."""
+    path = Path(recipe)
+
+    def again(how: dict[str, Any]) -> Result:
+        wanted = read_recipe(path)
+        catalog = Catalog([Path(folder) for folder in models], HashCache(), near=[path.absolute().parent])
+        located, missing = search(wanted, {}, catalog)
+        refuse_missing(missing)
+        return run(wanted, out=how.pop("out"), files=located, **how)
+
+    _finish(again, options)
+
+
+@click.command("demo")
+@click.option("-o", "--output", "folder", default="lib_merge_demo", show_default=True, metavar="DIR")
+@click.option("--overwrite", is_flag=True, help="Replace the files of an earlier demo.")
+@debug_option
+def _demo(folder: str, overwrite: bool, debug: bool) -> None:
+    """Make two small sample checkpoints with SD1.5's tensor names, merge, report and verify them."""
+    from ..samples import make_sample
+
+    root = Path(folder)
+    out, table = root / "merged.safetensors", root / "report.html"
+    a, b = (root / f"sample_{name}.safetensors" for name in "ab")
+    for path in (a, b, out, table):
+        if path.exists() and not overwrite:
+            raise OutputError("the demo would replace a file", file=path, hint="name another folder, or --overwrite")
+    root.mkdir(parents=True, exist_ok=True)
+    for number, path in enumerate((a, b)):
+        make_sample(path, number)
+    print(f"made {a} and {b}\n\n$ lib-merge merge {a} {b} --alpha 0.3 -o {out} --report {table} --overwrite")
+    made = merge(a, b, out=out, alpha=0.3, report=True, overwrite=True)
+    report.save(made.rows or [], table, out.name, report_header(made.plan))
+    print(describe_result(made), f"\n\n$ lib-merge verify {out}", sep="")
+    found = verify(out)
+    print(f"{'verified' if found.ok else 'different'}: {found.compared} tensors are what the recipe says")
+    print(f"\nThe report is in {table}. The same for your own files:")
+    print("  lib-merge merge A.safetensors B.safetensors --alpha 0.3 -o mix.safetensors")
+    if not found.ok:
+        raise SystemExit(1)
+
+
+def _finish(work: Callable[[dict[str, Any]], Result], options: dict[str, Any]) -> None:
+    """Run a writing command with its common options and print what came of it."""
+    as_json, table = options.pop("as_json"), options.pop("report_path")
+    options.pop("debug")
+    report_path = Path(table) if table else None
+    if report_path is not None:
+        report_path = report.numbered(report_path) if options["number"] else report_path
+        report.check_report_path(report_path, options["overwrite"])
+    how = {
+        **options,
+        "out": options["output"],
+        "keep_recipe": not options["no_recipe"],
+        "hash": options["hash_output"] or as_json,
+        "fsync": not options["no_fsync"],
+        "report": report_path is not None,
+    }
+    for name in ("output", "no_recipe", "hash_output", "no_fsync"):
+        how.pop(name)
+    with Bar() as bar:
+        made = work({**how, "on_progress": bar})
+    if options["dry_run"]:
+        print_json(plan_dict(made.plan)) if as_json else print(describe_plan(made.plan))
+        if errors := made.plan.errors():
+            print_problems(errors)
+            raise SystemExit(1)
+        return
+    if report_path is not None:
+        report.save(made.rows or [], report_path, made.output.name, report_header(made.plan))
+    print_json(made.to_dict()) if as_json else print(describe_result(made))
