@@ -132,16 +132,24 @@ class Worker:
     def _part(self, node: Merged, operands: list[Tensor], low: int, number: int, measures: Sequence[Any]) -> Any:
         """A measure's part from flat operands that start at element `low`."""
         chosen = method(node.method)
-        settings = self._settings(chosen, node, operands, low, measures)
+        settings = self._settings(chosen, node, operands, low, measures, drawn=chosen.measures[number].drawn)
         return chosen.measures[number].tile(*_shaped(node, operands), **settings)
 
     def _settings(
-        self, chosen: Method, node: Merged, operands: list[Tensor], low: int, measures: Sequence[Any]
+        self,
+        chosen: Method,
+        node: Merged,
+        operands: list[Tensor],
+        low: int,
+        measures: Sequence[Any],
+        *,
+        drawn: bool = True,
     ) -> dict[str, Any]:
         """What the method takes by name: parameters, draws, measures."""
         settings: dict[str, Any] = dict(node.params)
         if chosen.random:
-            settings["draws"] = self._draws(chosen, node, operands[0].numel(), low)
+            drawn = drawn and chosen.needs_draws(node.params)
+            settings["draws"] = self._draws(chosen, node, operands[0].numel(), low) if drawn else None
         if chosen.measures:
             settings["measures"] = measures
         return settings

@@ -122,6 +122,7 @@ def add_shares(
     "rescale: k is divided by p, so that the expected result is A + delta·(B − A)",
     measures=(Measure(largest_change, largest),),
     random="element",
+    settled="gamma",
     exact_a="delta = 0",
     exact_b="beta = 1 and delta = 1",
 )

@@ -87,6 +87,7 @@ def _mean(parts: list[MeanPart]) -> Mean:
     f"m = (1 − beta)·s^e + beta·(1 − s)^e, e = 1/alpha − 1, {SIMILARITY}",
     measures=(Measure(_measure_largest, _largest),),
     random="element",
+    settled="gamma",
     exact_a="alpha = 0",
     exact_b="alpha = 1",
 )  # fmt: skip
@@ -155,6 +156,7 @@ def comparative_interpolation(
     f"mean of s·(1 − beta) < s < mean of s·(1 + beta), else 0; {SIMILARITY}, its mean over the tensor",
     measures=(Measure(_measure_mean, _mean),),
     random="element",
+    settled="gamma",
     exact_a="alpha = 0 or beta = 0",
 )  # fmt: skip
 def enhanced_auto_interp(

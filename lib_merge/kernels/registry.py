@@ -85,10 +85,12 @@ class Measure:
             part; it must leave the tensors as they are.
         combine: the parts in the order of the tiles -> the measure. It must not depend on where tiles were cut: a
             maximum, a sum of whole blocks in their order, an exact sum.
+        drawn: it needs the method's draws; they are None otherwise.
     """
 
     tile: Callable[..., Any]
     combine: Callable[[list[Any]], Any]
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Method:
         measures: what it must know of the whole tensor first; the function then takes `measures`, their values.
         random: the function takes `draws` (see `kernels.random`): of each `element` of its tile, or the first of the
             whole `tensor`, the same for every tile; empty for methods without chance.
+        settled: a parameter whose value 1 leaves nothing to chance, so that `draws` is None; empty where there is none.
         exact_arithmetic: made of IEEE + − × ÷ and comparisons only: the same bytes on every CPU.
         exact_a: when the result is A bit for bit, for display.
         exact_b: when it is B bit for bit, or empty.
@@ -127,6 +130,7 @@ class Method:
     rows: bool
     measures: tuple[Measure, ...]
     random: Chance
+    settled: str
     exact_arithmetic: bool
     exact_a: str
     exact_b: str
@@ -158,6 +162,10 @@ class Method:
         given = {name: self.param(name).check(value) for name, value in values.items()}
         return {param.name: given.get(param.name, param.default) for param in self.params}
 
+    def needs_draws(self, params: Mapping[str, Value]) -> bool:
+        """True when chance plays a part with these parameters."""
+        return bool(self.random) and not (self.settled and params[self.settled] == 1)
+
     def needs_whole(self, params: Mapping[str, Value]) -> bool:
         """True when these parameters need whole tensors."""
         return self.kind == "whole" or bool(self.whole_when and params[self.whole_when])
@@ -176,6 +184,7 @@ def merge_method(
     rows: bool = False,
     measures: tuple[Measure, ...] = (),
     random: Chance = "",
+    settled: str = "",
     exact_arithmetic: bool = False,
     exact_a: str,
     exact_b: str = "",
@@ -200,6 +209,7 @@ def merge_method(
             rows,
             measures,
             random,
+            settled,
             exact_arithmetic,
             exact_a,
             exact_b,

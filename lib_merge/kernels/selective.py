@@ -107,6 +107,7 @@ def _mask(gate: Gate, like: Tensor) -> Tensor | None:
         ),
     ),
     random="element",
+    settled="delta",
     exact_a="alpha = 0, or no column lies between the limits (as with beta ≥ gamma)",
     exact_b="alpha = 1, beta = 0 and gamma = 1",
 )  # fmt: skip

@@ -104,7 +104,7 @@ def _limit_measures(changes_of: Callable[..., Changes | None]) -> tuple[Measure,
         found, counts = np.unique(bits[at[kept(at)]], return_counts=True)
         return Candidates(wanted.smaller, found, counts.astype(np.uint32))
 
-    return Measure(count, _find_bin), Measure(gather, _find_limit)
+    return Measure(count, _find_bin, drawn=True), Measure(gather, _find_limit, drawn=True)
 
 
 def _survivors(
@@ -205,6 +205,7 @@ def _kept(a: Tensor, b: Tensor, **settings: Any) -> Changes | None:
     "smallest (rounded down; those equal to the next one stay) of the n products k·(B − A) that are not 0, else 1",
     measures=(Measure(largest_change, largest), *_limit_measures(_kept)),
     random="element",
+    settled="zeta",
     exact_a="beta = 1 or gamma = 0",
     exact_b="beta = 0, gamma = 1 and epsilon = 1",
 )

@@ -1,0 +1,63 @@
+"""Writes the method tables of README.md and docs/methods.md from the registry: `python docs/write_methods.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lib_merge.kernels.registry import Method, Param, all_methods
+
+ROOT = Path(__file__).resolve().parent.parent
+START, END = "<!-- methods -->", "<!-- /methods -->"
+
+
+def readme(text: str) -> str:
+    """README with its table between the markers made anew."""
+    before, _, rest = text.partition(START)
+    after = rest.partition(END)[2]
+    lines = ["| method | models | parameters (default) | formula |", "|---|---|---|---|"]
+    for item in all_methods().values():
+        params = ", ".join(f"{param.name} {_default(param)}" for param in item.params)
+        lines.append(
+            f"| [`{item.id}`](docs/methods.md#{item.id}) | {' '.join(item.inputs)} | {params} | {_cell(item.formula)} |"
+        )
+    return f"{before}{START}\n" + "\n".join(lines) + f"\n{END}{after}"
+
+
+def methods_page() -> str:
+    """docs/methods.md: one section for each method."""
+    intro = (
+        "# Merge methods\n\nA, B and C are the models' tensors. The strength is the parameter that a bare block number "
+        "sets; 0 always gives A.\nThis page is written by `docs/write_methods.py`; `lib-merge methods ID` shows the same.\n"
+    )
+    return intro + "".join(f"\n{_section(item)}" for item in all_methods().values())
+
+
+def _section(item: Method) -> str:
+    lines = [f"## {item.id}", "", f"**{item.label}.** {item.summary}", "", f"- Formula: {item.formula}"]
+    lines += [
+        f"- Models: {', '.join(item.inputs)}",
+        f"- Strength: `{item.strength}`",
+        f"- Exactly A when {item.exact_a}.",
+    ]
+    lines += [f"- Exactly B when {item.exact_b}."] if item.exact_b else []
+    lines += (
+        ["- Random: the same seed gives the same result, whatever the threads and the order."] if item.random else []
+    )
+    where = "on every CPU" if item.exact_arithmetic else "on one kind of CPU and torch build, within 2 ulp elsewhere"
+    lines += [f"- The same bytes {where}.", "", "| parameter | default | range | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{p.name}` | {_default(p)} | {p.range} | {_cell(p.meaning)} |" for p in item.params]
+    return "\n".join(lines) + "\n"
+
+
+def _default(param: Param) -> str:
+    return str(param.default).lower() if isinstance(param.default, bool) else f"{param.default:g}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    page, front = ROOT / "docs" / "methods.md", ROOT / "README.md"
+    page.write_text(methods_page(), "utf-8")
+    front.write_text(readme(front.read_text("utf-8")), "utf-8")

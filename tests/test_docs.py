@@ -1,0 +1,66 @@
+"""What the documents say is what the program does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+import lib_merge
+from lib_merge.cli import cli
+from lib_merge.kernels.registry import all_methods
+
+pytestmark = pytest.mark.portable
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def writer():
+    spec = importlib.util.spec_from_file_location("write_methods", ROOT / "docs" / "write_methods.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_method_tables_are_current():
+    assert writer().readme(README) == README
+    assert (ROOT / "docs" / "methods.md").read_text("utf-8") == writer().methods_page()
+
+
+@pytest.mark.parametrize("name", sorted(all_methods()))
+def test_every_method_is_documented(name):
+    assert f"`{name}`" in README
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_has_help_and_stands_in_the_readme(name):
+    assert cli.commands[name].help
+    assert f"lib-merge {name}" in README
+
+
+def test_the_readme_names_only_options_that_exist():
+    known = {option for command in cli.commands.values() for param in command.params
+             if isinstance(param, click.Option) for option in param.opts}  # fmt: skip
+    lines = [line for line in README.splitlines() if line.startswith(("lib-merge ", "    lib-merge "))]
+    used = {word for line in lines for word in re.findall(r"(?<=\s)--?[a-z][a-z-]*", line)}
+    assert used <= known | {"-o", "-p"}
+    assert len(used) > 10
+
+
+def test_links_lead_to_files():
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text("utf-8")):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_all_is_what_the_package_offers():
+    offered = {name for name, value in vars(lib_merge).items() if not name.startswith("_") and not _is_module(value)}
+    assert set(lib_merge.__all__) - {"__version__"} == offered
+
+
+def _is_module(value):
+    return type(value).__name__ == "module"
