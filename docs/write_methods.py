@@ -27,7 +27,8 @@ def methods_page() -> str:
     """docs/methods.md: one section for each method."""
     intro = (
         "# Merge methods\n\nA, B and C are the models' tensors. The strength is the parameter that a bare block number "
-        "sets; 0 always gives A.\nThis page is written by `docs/write_methods.py`; `lib-merge methods ID` shows the same.\n"
+        "sets;\n0 always gives A. This page is written by `docs/write_methods.py`; `lib-merge methods ID` shows the "
+        "same.\n"
     )
     return intro + "".join(f"\n{_section(item)}" for item in all_methods().values())
 
