@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from ..execute import Result
@@ -35,6 +34,8 @@ def describe_result(made: Result) -> str:
 
 def report_header(plan: Plan) -> dict[str, str]:
     """What a report says of the run above its table."""
+    from importlib.metadata import version  # here: it takes a while to load, and only reports need it
+
     recipe, hashes = plan.recipe, plan.known_hashes
     params = ", ".join(f"{name} {value}" for name, value in recipe.params.items())
     models = {
