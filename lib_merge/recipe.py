@@ -234,7 +234,11 @@ def _fails_alone(document: Any, table: dict[str, Any], name: str) -> bool:
 def _current(document: object, where: object) -> object:
     """A document, and the recipes inside it, brought to this version."""
     if not isinstance(document, dict) or "lib_merge" not in document:
-        raise RecipeError("this is not a lib_merge recipe: it has no field lib_merge", file=where)
+        raise RecipeError(
+            "this is not a lib_merge recipe: it has no field lib_merge",
+            file=where,
+            hint='write "lib_merge": 1 into it, and into every recipe inside it',
+        )
     while (version := document["lib_merge"]) != VERSION or isinstance(version, bool):
         if isinstance(version, bool) or not isinstance(version, int) or version not in UPGRADES:
             raise RecipeError(

@@ -12,6 +12,7 @@ import pytest
 import lib_merge
 from lib_merge.cli import cli
 from lib_merge.kernels.registry import all_methods
+from lib_merge.recipe import files, from_json
 
 pytestmark = pytest.mark.portable
 
@@ -49,6 +50,12 @@ def test_the_readme_names_only_options_that_exist():
     used = {word for line in lines for word in re.findall(r"(?<=\s)--?[a-z][a-z-]*", line)}
     assert used <= known | {"-o", "-p"}
     assert len(used) > 10
+
+
+def test_the_recipe_in_the_readme_is_one():
+    (text,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    recipe = from_json(text)
+    assert [slot for slot, _ in files(recipe)] == ["A", "B.A", "B.B", "B.C"]
 
 
 def test_links_lead_to_files():

@@ -35,7 +35,8 @@ def _verify(out: str, models: Sequence[str], threads: int | None, as_json: bool,
     if as_json:
         print_json(found.to_dict())
     elif found.missing_inputs:
-        print(f"not verified: {', '.join(found.missing_inputs)} not found; name the folder with --models DIR")
+        names = ", ".join(found.missing_inputs)
+        print(f"not verified: {names} not found, or there with other contents; name the right folder with --models DIR")
     elif found.differing:
         print(f"different: {len(found.differing)} of {found.compared} tensors differ")
         print("\n".join(f"  {key}" for key in found.differing[:20]))
