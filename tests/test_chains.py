@@ -28,7 +28,7 @@ def step_towards(a, b, share):
 
 
 def dare(a, b, seed, name, *more, alpha=0.5, beta=1.0):
-    """modes.md G8 and 1.3, from their text."""
+    """Draws and DARE from the definition, written out again."""
     text = "\0".join(["lib_merge/1", str(seed), name, *more])
     key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
     words = np.random.Philox(key=key).random_raw((a.size + 3) // 4)

@@ -15,7 +15,7 @@ from tests.support import header_size, read_raw, values, write
 
 portable = pytest.mark.portable
 
-# spec/hosts.md §2, as the web UIs write it
+# The table as the web UIs write it
 HOST_FIELDS = {
     *("type", "primary_model_hash", "secondary_model_hash", "tertiary_model_hash", "interp_method", "multiplier"),
     *("save_as_half", "custom_name", "config_source", "bake_in_vae", "discard_weights", "is_inpainting"),
@@ -161,7 +161,7 @@ def test_only_the_first_file_of_a_folder_holds_the_recipe(tmp_path):
     first, second = (told(out / f"model-0000{n}-of-00002.safetensors") for n in (1, 2))
     assert "lib_merge.recipe" in first
     assert second == {"format": "pt", "of": "one"}
-    # the hash of a folder, as DESIGN's recipes name it: over the sorted lines of its files' hashes
+    # the hash of a folder: over the sorted lines of its files' hashes
     lines = [f"{sha256(item)}  {item.name}\n" for item in (tmp_path / "two").glob("*.safetensors")]
     digest = hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
     assert from_json(first["lib_merge.recipe"]).models["B"] == Slot(file="two", sha256=digest)
@@ -207,7 +207,7 @@ def test_inherited_text_that_names_an_input_goes_with_the_recipe(tmp_path, title
     assert part.metadata["modelspec.title"] == title
 
 
-# Strings only: row 35 of the fault reports
+# Strings only
 
 
 @portable

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.portable
 
 SCHEMA = Path(__file__).resolve().parent.parent / "docs" / "recipe.schema.json"
 
-# The example of DESIGN §4, with its elided parts filled in.
+# A recipe with every field, as users write it.
 EXAMPLE = """
 {"lib_merge": 1, "task": "merge", "method": "weighted_sum", "params": {"alpha": 0.3}, "seed": 0,
  "models": {"A": {"file": "sdxl_base.safetensors", "sha256": "aa11"},

@@ -16,7 +16,7 @@ from tests.support import raw, read, values, write, write_raw
 
 portable = pytest.mark.portable
 
-# DESIGN §4, in its order
+# The columns that the report promises, in order
 COLUMNS = [
     *("key", "component", "block", "action", "method", "dtype_a", "dtype_b", "dtype_out", "shape", "numel"),
     *("norm_a", "norm_b", "norm_diff", "rel_diff", "cosine", "norm_out", "norm_change", "max_change"),

@@ -20,7 +20,7 @@ from lib_merge.report_html import html, meaning
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 NAN = math.nan
-DESIGN_COLUMNS = (
+PROMISED_COLUMNS = (
     *("key", "component", "block", "action", "method", "dtype_a", "dtype_b", "dtype_out", "shape", "numel", "norm_a"),
     *("norm_b", "norm_diff", "rel_diff", "cosine", "norm_out", "norm_change", "max_change", "sign_conflict", "reason"),
     *("note", "strategy", "n", "conflict_expected", "ratio", "selfish_share", "density", "rank", "svd_error", "step"),
@@ -217,7 +217,7 @@ def test_thousands_of_rows_stay_light():
 
 
 def test_every_column_of_the_design_is_explained():
-    assert [name for name in DESIGN_COLUMNS if not meaning(name)] == []
+    assert [name for name in PROMISED_COLUMNS if not meaning(name)] == []
     assert meaning("norm_diff_c").startswith("‖C − A‖")
     assert meaning("norm_d").startswith("‖D‖")
     assert meaning("dtype_c") == meaning("dtype_b").replace("B", "C")

@@ -446,7 +446,7 @@ def test_the_plans_recipe_has_every_parameter_written_out(files):
     assert plan.recipe.params == {"alpha": 0.85, "beta": 2.0}
 
 
-# The dtype rule, DESIGN §5 and modes.md §4, worked out by hand
+# The dtype rule, worked out by hand
 
 
 @pytest.mark.parametrize(

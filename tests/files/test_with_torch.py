@@ -116,7 +116,7 @@ def numbers(*shape):
 
 
 def test_views_in_a_pickle_are_written_as_they_look(tmp_path):
-    # users row 40: a view is neither refused nor does it drag its storage along.
+    # A view is neither refused nor does it drag its storage along.
     big = numbers(40, 30)
     tensors = {
         "big": big,
