@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from .files.dtypes import Dtype
+from .kernels.measure import patterns, patterns_finite
 from .lazy import torch
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 WIDEST_BYTES = 8
@@ -29,7 +29,7 @@ class Buffer:
         self._array = self._memory.numpy()
         self._tensors: dict[tuple[torch.dtype, int], Tensor] = {}
         self._bytes: dict[int, memoryview] = {}
-        self._signs: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._signs: dict[tuple[int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
 
     def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
         """The first `count` elements as a tensor of that dtype."""
@@ -48,23 +48,14 @@ class Buffer:
         return found
 
     def finite(self, dtype: Dtype, count: int) -> bool:
-        """True when the first `count` elements, taken as this float format, hold no NaN and no infinity.
-
-        Told from the bits: above the largest finite pattern, positive or negative, nothing is finite.
-        """
+        """True when the first `count` elements, taken as this float format, hold no NaN and no infinity."""
         if count == 0:
             return True
         found = self._signs.get((dtype.bits, count))
         if found is None:
             self._trim()
-            raw = self._array[: count * dtype.bits // 8]
-            found = self._signs[dtype.bits, count] = (
-                raw.view(f"<i{dtype.bits // 8}"),
-                raw.view(f"<u{dtype.bits // 8}"),
-            )
-        signed, unsigned = found
-        negative = dtype.unbounded | 1 << dtype.bits - 1
-        return bool(np.maximum.reduce(signed) < dtype.unbounded and np.maximum.reduce(unsigned) < negative)
+            found = self._signs[dtype.bits, count] = patterns(self._array[: count * dtype.bits // 8], dtype.bits)
+        return patterns_finite(*found, dtype.bits, dtype.unbounded)
 
     def _trim(self) -> None:
         """Forget all views when there are many: a model of countless sizes must not fill memory with them."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import OutputError
+from .files.target import numbered_before
 from .report_html import html
 
 if TYPE_CHECKING:
@@ -32,11 +33,7 @@ def table(rows: Rows) -> pd.DataFrame:
 
 def numbered(path: Path) -> Path:
     """The path itself, or NAME_1, NAME_2 … : the first that does not exist."""
-    candidate, count = path, 0
-    while candidate.exists() or candidate.is_symlink():
-        count += 1
-        candidate = path.with_name(f"{path.stem}_{count}{path.suffix}")
-    return candidate
+    return numbered_before(path, path.suffix)
 
 
 def check_report_path(path: Path, overwrite: bool = False) -> None:

@@ -299,7 +299,7 @@ def test_sentences(rows):
 def test_the_page_works_in_a_browser(rows, tmp_path, monkeypatch, library):
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
-        pytest.skip("no Chromium on the path")
+        pytest.fail("no Chromium on the path: install it, this tier needs one")
     if library == "plotly":
         monkeypatch.delitem(sys.modules, "plotly.offline")
         pytest.importorskip("plotly")

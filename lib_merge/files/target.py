@@ -16,7 +16,12 @@ _LONGEST_NAME_BYTES = 255 - len("..lib_merge-4194304-01234567.part")
 
 def numbered(target: Path) -> Path:
     """The target itself, or NAME_1, NAME_2 … : the first that does not exist."""
-    suffix = OUTPUT_SUFFIX if target.suffix == OUTPUT_SUFFIX else ""  # the dot in a folder's `sdxl-v1.0` begins none
+    # the dot in a folder's `sdxl-v1.0` begins no suffix
+    return numbered_before(target, OUTPUT_SUFFIX if target.suffix == OUTPUT_SUFFIX else "")
+
+
+def numbered_before(target: Path, suffix: str) -> Path:
+    """As `numbered`; the number stands before this suffix."""
     stem = target.name.removesuffix(suffix)
     candidate, count = target, 0
     while os.path.lexists(candidate):

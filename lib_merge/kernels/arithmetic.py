@@ -36,6 +36,11 @@ def step_towards(a: Tensor, b: Tensor, share: float, chosen: Tensor | None = Non
     return a.sub_(back)
 
 
+def as_bits(values: Tensor) -> Tensor:
+    """The same memory as integers of the same size; of numbers that are not negative, in the same order."""
+    return values.view(torch.int64 if values.element_size() == 8 else torch.int32)
+
+
 def mask_below(values: Tensor, limit: int, like: Tensor) -> Tensor:
     """Mask of the positions where values < limit: all bits set there, none elsewhere; overwrites `values`.
 

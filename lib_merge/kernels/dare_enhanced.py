@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..lazy import torch
-from .arithmetic import chosen_or, step_towards
+from .arithmetic import as_bits, chosen_or, step_towards
 from .random import STEPS
 from .registry import Measure, Param, merge_method
 
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
 # A smaller exponent counts as this one, as in the tool in which the method became known.
 _LEAST_POWER = 0.001
-
-
-def as_bits(values: Tensor) -> Tensor:
-    """The same memory as integers of the same size; of numbers that are not negative, in the same order."""
-    return values.view(torch.int64 if values.element_size() == 8 else torch.int32)
 
 
 def as_mask(truth: Tensor) -> Tensor:

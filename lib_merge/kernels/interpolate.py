@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..lazy import torch
+from .arithmetic import as_bits
 from .measure import BLOCK
 from .registry import Measure, Param, merge_method
 from .scratch import PIECE, room
-from .similarity import SIMILARITY, as_bits, blend, exponent_of, gaps, needs_wide, raised, similarities, undefined
+from .similarity import SIMILARITY, blend, exponent_of, gaps, needs_wide, raised, similarities, undefined
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -75,12 +75,18 @@ def bits_finite(raw: NDArray[np.uint8], bits: int, unbounded: int) -> bool:
         bits: size of one element.
         unbounded: first positive bit pattern that is not finite; all above it are not finite either.
     """
-    if raw.size == 0:
-        return True
-    size = bits // 8
-    sign = 1 << (bits - 1)
-    positive = int(raw.view(f"<i{size}").max()) < unbounded
-    return positive and int(raw.view(f"<u{size}").max()) < (unbounded | sign)
+    return raw.size == 0 or patterns_finite(*patterns(raw, bits), bits, unbounded)
+
+
+def patterns(raw: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The elements' bytes as signed and as unsigned integers of `bits` bits, without a copy."""
+    return raw.view(f"<i{bits // 8}"), raw.view(f"<u{bits // 8}")
+
+
+def patterns_finite(signed: NDArray[Any], unsigned: NDArray[Any], bits: int, unbounded: int) -> bool:
+    """`bits_finite` of views made once by `patterns`; not of empty ones."""
+    negative = unbounded | 1 << (bits - 1)
+    return bool(np.maximum.reduce(signed) < unbounded and np.maximum.reduce(unsigned) < negative)
 
 
 def all_finite(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..lazy import torch
-from .arithmetic import chosen_or, mask_below
+from .arithmetic import as_bits, chosen_or, mask_below
 from .random import STEPS
 from .scratch import PIECE, room
 
@@ -116,11 +116,6 @@ def _interpolate(a: Tensor, b: Tensor, share: Tensor) -> None:
     back = torch.sub(a, b, out=room("other", a)).mul_(share).add_(0.0)
     a.sub_(back)
     chosen_or(b, a, mask_below(as_bits(share), _BITS_OF_1[share.element_size()], a))
-
-
-def as_bits(x: Tensor) -> Tensor:
-    """The same memory as integers; numbers ≥ 0 keep their order."""
-    return x.view(torch.int64 if x.element_size() == 8 else torch.int32)
 
 
 def undefined(a: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..lazy import torch
-from .arithmetic import chosen_or, mask_below, step_towards
-from .dare_enhanced import add_shares, as_bits, keep_share, largest, largest_change
+from .arithmetic import as_bits, chosen_or, mask_below, step_towards
+from .dare_enhanced import add_shares, keep_share, largest, largest_change
 from .random import STEPS, threshold
 from .registry import Measure, Param, merge_method
 
