@@ -1,0 +1,14 @@
+"""What an adapter file holds and what it does to a weight: one file per format, its parts and their change.
+
+No file is opened here, nothing is known of model families or of their names, and torch is loaded at first use.
+"""
+
+from __future__ import annotations
+
+from ._grammar import split
+from ._read import Adapter, Piece, read
+from ._registry import Format, all_formats
+
+__all__ = ["FORMATS", "Adapter", "Format", "Piece", "read", "split"]
+
+FORMATS: dict[str, Format] = all_formats()
