@@ -18,6 +18,7 @@ from ._blocks import block_names as _block_names
 from ._components import PREFIXES, component_of
 from ._family import Detected, Family, Kind, Mark, Rule, Sign, Tensors
 from ._kinds import kind_of
+from ._names import Names, Place
 from ._never import never_merged
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "Family",
     "Kind",
     "Mark",
+    "Names",
+    "Place",
     "Rule",
     "Sign",
     "Tensors",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from ._alias import Alias
+
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 Kind = Literal["checkpoint", "denoiser", "adapter", "text encoder", "vae", "llm", "unknown"]
 
@@ -112,6 +114,9 @@ class Family:
         learned: start of positions that are trained although others of that name are fixed tables.
         kind: what a file of this family is.
         prefixes: where the family is looked for; empty: below the known denoiser prefixes.
+        names: what others call its modules.
+        kohya: whose module names kohya's trainers use for it.
+        root: what diffusers calls the denoiser.
     """
 
     id: str
@@ -129,6 +134,9 @@ class Family:
     learned: tuple[str, ...] = ()
     kind: Kind = "denoiser"
     prefixes: tuple[str, ...] = ()
+    names: tuple[Alias, ...] = ()
+    kohya: Literal["native", "diffusers"] = "native"
+    root: Literal["transformer", "unet"] = "transformer"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._alias import Alias, below, renamed, same
 from ._family import Family, Mark, Rule, Sign
 
 _CONV = "input_blocks.0.0.weight"
@@ -55,6 +56,52 @@ def unet_rules(last: str) -> tuple[Rule, ...]:
     )
 
 
+_RESNET_NAMES = renamed(
+    *(("norm1", "in_layers.0"), ("conv1", "in_layers.2"), ("time_emb_proj", "emb_layers.1")),
+    *(("norm2", "out_layers.0"), ("conv2", "out_layers.3"), ("conv_shortcut", "skip_connection")),
+)
+_ATTENTION_NAMES = (
+    *same("norm", "proj_in", "proj_out"),
+    *below(
+        *("transformer_blocks.#", "transformer_blocks.#"),
+        *same("norm1", "norm2", "norm3", "ff.net.0.proj", "ff.net.2"),
+        *same(*(f"attn{n}.{name}" for n in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))),
+    ),
+)
+
+
+def unet_names(levels: int, plain_top: bool) -> tuple[Alias, ...]:
+    """Diffusers' names of a UNet's modules.
+
+    Args:
+        levels: resolutions.
+        plain_top: the first level on the way up has no attention, so its upsampler stands in another place.
+    """
+    rows = [
+        *renamed(("conv_in", "input_blocks.0.0"), ("conv_norm_out", "out.0"), ("conv_out", "out.2")),
+        *renamed(*((f"time_embedding.linear_{n}", f"time_embed.{2 * n - 2}") for n in (1, 2))),
+        *renamed(*((f"add_embedding.linear_{n}", f"label_emb.0.{2 * n - 2}") for n in (1, 2))),
+        *below("mid_block.attentions.0", "middle_block.1", *_ATTENTION_NAMES),
+    ]
+    for n in (0, 1):
+        rows += below(f"mid_block.resnets.{n}", f"middle_block.{2 * n}", *_RESNET_NAMES)
+    for level in range(levels):
+        up = 1 if plain_top and level == 0 else 2
+        rows += renamed(
+            (f"down_blocks.{level}.downsamplers.0.conv", f"input_blocks.{3 * level + 3}.0.op"),
+            (f"up_blocks.{level}.upsamplers.0.conv", f"output_blocks.{3 * level + 2}.{up}.conv"),
+        )
+        for n in range(3):
+            places = [("up", "output", 3 * level + n)] + ([("down", "input", 3 * level + n + 1)] if n < 2 else [])
+            for way, native, block in places:
+                rows += below(f"{way}_blocks.{level}.resnets.{n}", f"{native}_blocks.{block}.0", *_RESNET_NAMES)
+                rows += below(f"{way}_blocks.{level}.attentions.{n}", f"{native}_blocks.{block}.1", *_ATTENTION_NAMES)
+    return tuple(rows)
+
+
+_FOUR_LEVELS = unet_names(4, plain_top=True)
+
+
 def _names(count: int) -> tuple[str, ...]:
     numbers = [f"{number:02d}" for number in range(count)]
     return ("BASE", *(f"IN{n}" for n in numbers), "M00", *(f"OUT{n}" for n in numbers))
@@ -86,6 +133,8 @@ FAMILIES = (
         rest=("BASE",),
         blocks=_names(9),
         adapter=_adapter(2048),
+        names=unet_names(3, plain_top=False),
+        root="unet",
     ),
     Family(
         "sdxl_refiner",
@@ -102,6 +151,8 @@ FAMILIES = (
         rest=("BASE",),
         blocks=_names(12),
         adapter=_adapter(1280),
+        names=_FOUR_LEVELS,
+        root="unet",
     ),
     Family(
         "sd2",
@@ -114,6 +165,9 @@ FAMILIES = (
         rest=("BASE",),
         blocks=_names(12),
         adapter=_adapter(1024),
+        names=_FOUR_LEVELS,
+        kohya="diffusers",
+        root="unet",
     ),
     Family(
         "sd1",
@@ -129,6 +183,9 @@ FAMILIES = (
         rest=("BASE",),
         blocks=_names(12),
         adapter=_adapter(768),
+        names=_FOUR_LEVELS,
+        kohya="diffusers",
+        root="unet",
     ),
     Family(
         "unet",
@@ -143,5 +200,8 @@ FAMILIES = (
         rules=unet_rules("OUT11"),
         rest=("BASE",),
         blocks=_names(12),
+        names=_FOUR_LEVELS,
+        kohya="diffusers",
+        root="unet",
     ),
 )
