@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .files.dtypes import Dtype
@@ -21,15 +22,19 @@ class Buffer:
 
     Args:
         elements: capacity, counted in the widest dtype (8 bytes).
+        device: where the memory lies; `bytes` and `finite` are for that of the CPU.
     """
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, elements: int, device: str = "cpu") -> None:
         self.elements = elements
-        self._memory = torch.empty(elements * WIDEST_BYTES, dtype=torch.uint8)
-        self._array = self._memory.numpy()
+        self._memory = torch.empty(elements * WIDEST_BYTES, dtype=torch.uint8, device=device)
         self._tensors: dict[tuple[torch.dtype, int], Tensor] = {}
         self._bytes: dict[int, memoryview] = {}
         self._signs: dict[tuple[int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
+
+    @cached_property
+    def _array(self) -> NDArray[Any]:
+        return self._memory.numpy()
 
     def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
         """The first `count` elements as a tensor of that dtype."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,10 +16,14 @@ from .errors import CancelledError
 from .events import CancelToken, OnProgress, Progress
 from .files.dtypes import DTYPES
 from .files.source import Source
-from .kernels.measure import BLOCK, bits_finite, dot
+from .kernels.measure import BLOCK, all_finite, bits_finite, dot
 from .lazy import torch
 from .pairs import Pair, slots
+from .quant.fp8 import scaled
 from .tiles import TILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -36,12 +40,14 @@ class Sums:
         totals: name of a sum and slots -> its value: `aa`, `bb`, `ab`, and `dd` of X − A for a slot; `de`, `both` and
             `conflicts` of X − A and Y − A for two.
         largest: slot -> largest |X − A| of an element.
-        same: slot -> bytes and dtype are those of A.
+        alike: slot -> equal bytes would mean equal values: dtype and scale are those of A.
+        same: slot -> alike, and the bytes are those of A.
         damaged: slots that hold a value that is not finite.
     """
 
     totals: dict[tuple[str, ...], float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
+    alike: dict[str, bool] = field(default_factory=dict)
     same: dict[str, bool] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
 
@@ -112,7 +118,10 @@ class _Reader:
         width = {slot: DTYPES[info[slot].dtype].bits // 8 if pair.numbers else 1 for slot in read}
         count = info["A"].numel if pair.numbers else info["A"].nbytes
         buffers = {slot: np.empty(min(self._tile, count) * width[slot], np.uint8) for slot in read}
-        found.same = {slot: info[slot].dtype == info["A"].dtype for slot in read[1:]}
+        scales = {slot: self._scale(slot, key) for slot, key in pair.scales.items() if slot in read}
+        found.damaged |= {slot for slot, scale in scales.items() if not all_finite(scale)}
+        found.alike = {slot: info[slot].dtype == info["A"].dtype and _same(scales, slot) for slot in read[1:]}
+        found.same = dict(found.alike)
         found.largest = dict.fromkeys(pair.numbers, 0.0)
         parts: _Parts = {name: [0.0] for name in _sum_names(pair.numbers)}
         for low in range(0, count, self._tile):
@@ -123,7 +132,8 @@ class _Reader:
             for slot in read:
                 self._sources[slot].read_into(pair.keys[slot], low * width[slot], raw[slot].data)
             if pair.numbers:
-                _add_numbers(found, parts, raw, {slot: info[slot].dtype for slot in read})
+                decode = {slot: _Decode(info[slot].dtype, scales.get(slot), info[slot].shape, low) for slot in read}
+                _add_numbers(found, parts, raw, decode)
             else:
                 _add_bits(found, raw)
             with self._lock:
@@ -131,6 +141,43 @@ class _Reader:
                 self.key = pair.key
         found.totals = {name: _sum(values) for name, values in parts.items()}
         return found
+
+    def _scale(self, slot: str, key: str) -> Tensor:
+        """A scale of fp8 codes, in float32."""
+        info = self._sources[slot].tensors[key]
+        raw = np.empty(info.nbytes, np.uint8)
+        self._sources[slot].read_into(key, 0, raw.data)
+        return torch.from_numpy(raw).view(getattr(torch, DTYPES[info.dtype].torch)).float().reshape(info.shape)
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """Stored bytes of a tile to numbers.
+
+    Attributes:
+        dtype: of the stored elements.
+        scale: of fp8 codes, or None.
+        shape: of the whole tensor.
+        start: element that the tile starts at.
+    """
+
+    dtype: str
+    scale: Tensor | None
+    shape: tuple[int, ...]
+    start: int
+
+    def block(self, data: Bytes, low: int, high: int) -> Tensor:
+        """Elements `low` … `high` of the tile, float64."""
+        values = torch.from_numpy(data).view(getattr(torch, DTYPES[self.dtype].torch))[low:high]
+        if self.scale is None:
+            return values.double()
+        return scaled(values.float(), self.scale, self.shape, self.start + low).double()
+
+
+def _same(scales: Mapping[str, Tensor], slot: str) -> bool:
+    """True when a model's codes mean what those of A do: neither has a scale, or both have the same."""
+    one, other = scales.get("A"), scales.get(slot)
+    return (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _sum(values: list[float]) -> float:
@@ -148,26 +195,24 @@ def _sum_names(donors: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _add_bits(found: Sums, raw: Mapping[str, Bytes]) -> set[str]:
-    """Look whether the bytes of a tile are those of A; returns the slots where they are."""
-    equal = {slot for slot in found.same if np.array_equal(raw["A"], raw[slot])}
-    for slot in found.same.keys() - equal:
+    """Look whether the bytes of a tile are those of A; returns the slots where they are, and mean the same."""
+    alike = {slot for slot, same in found.alike.items() if same and np.array_equal(raw["A"], raw[slot])}
+    for slot in found.same.keys() - alike:
         found.same[slot] = False
-    return equal
+    return alike
 
 
-def _add_numbers(found: Sums, parts: _Parts, raw: Mapping[str, Bytes], dtypes: Mapping[str, str]) -> None:
+def _add_numbers(found: Sums, parts: _Parts, raw: Mapping[str, Bytes], decode: Mapping[str, _Decode]) -> None:
     """Add the sums of one tile, block by block."""
     for slot, data in raw.items():
-        dtype = DTYPES[dtypes[slot]]
+        dtype = DTYPES[decode[slot].dtype]
         if not bits_finite(data, dtype.bits, dtype.unbounded):
             found.damaged.add(slot)
-    equal = {slot for slot in _add_bits(found, raw) if dtypes[slot] == dtypes["A"]}
-    values = {
-        slot: torch.from_numpy(data).view(getattr(torch, DTYPES[dtypes[slot]].torch)) for slot, data in raw.items()
-    }
+    equal = _add_bits(found, raw)
     sound = [] if "A" in found.damaged else [slot for slot in found.same if slot not in found.damaged]
-    for low in range(0, values["A"].numel() if sound else 0, BLOCK):
-        a = values["A"][low : low + BLOCK].double()
+    size = DTYPES[decode["A"].dtype].bits // 8
+    for low in range(0, raw["A"].size // size if sound else 0, BLOCK):
+        a = decode["A"].block(raw["A"], low, low + BLOCK)
         aa = dot(a, a)
         for name, slot in product(("aa", "bb", "ab"), equal.intersection(sound)):
             parts[name, slot].append(aa)
@@ -175,7 +220,7 @@ def _add_numbers(found: Sums, parts: _Parts, raw: Mapping[str, Bytes], dtypes: M
         for slot in sound:
             if slot in equal:
                 continue
-            x = values[slot][low : low + BLOCK].double()
+            x = decode[slot].block(raw[slot], low, low + BLOCK)
             delta = deltas[slot] = x - a
             for name, value in (("aa", aa), ("bb", dot(x, x)), ("ab", dot(a, x)), ("dd", dot(delta, delta))):
                 parts[name, slot].append(value)

@@ -13,11 +13,11 @@ from .families import Detected, block_of, component_of
 from .files.source import Source
 from .pairs import Pair
 from .report_charts import aggregate, by_group, finite, worst
+from .wording import named
 
 if TYPE_CHECKING:
     from .report import Rows
 
-_NAMED_AT_MOST = 8
 _LISTED_AT_MOST = 20
 
 
@@ -166,9 +166,4 @@ def warnings(rows: Rows) -> list[str]:
             keys[f"are {row['reason']}"].append(row["key"])
         if "not finite" in row["note"]:
             keys["hold values that are not finite"].append(row["key"])
-    return [f"{len(names)} tensors {what}: {_listed(names)}" for what, names in keys.items()]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
-    return ", ".join(names[:_NAMED_AT_MOST]) + more
+    return [f"{len(names)} tensors {what}: {named(names)}" for what, names in keys.items()]

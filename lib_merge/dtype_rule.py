@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from .errors import Problem
 from .files.dtypes import BY_OPTION, DTYPES, is_float
 from .recipe import Output
+from .wording import count_of, named
 
 
 def stored_dtype(contributing: Sequence[str], output: Output) -> str:
@@ -32,3 +34,21 @@ def stored_dtype(contributing: Sequence[str], output: Output) -> str:
 def rank(dtype: str) -> int:
     """Precision order of a safetensors dtype."""
     return DTYPES[dtype].rank
+
+
+def width_notes(stored: Mapping[str, str], base: Mapping[str, str], output: Output) -> list[Problem]:
+    """Notes on tensors that take more room than in A, or than asked for.
+
+    Args:
+        stored: key -> dtype in the output.
+        base: key -> dtype in A.
+        output: what was asked for.
+    """
+    wanted = BY_OPTION.get(output.save_dtype)
+    wider = [key for key, dtype in stored.items() if rank(dtype) > rank(base[key])]
+    over = [key for key, dtype in stored.items() if wanted and rank(dtype) > wanted.rank]
+    found = (
+        (wider, "stored wider than in A", "--save-dtype keep stores them as A does"),
+        (over, f"still wider than {output.save_dtype}", "--override-dtype forces every float tensor to it"),
+    )
+    return [Problem("note", f"{count_of(keys)} {what}: {named(keys)}", hint=hint) for keys, what, hint in found if keys]

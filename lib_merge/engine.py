@@ -46,17 +46,19 @@ Job = Tile | Copy | Part
 
 @dataclass(frozen=True)
 class Options:
-    """How a run is carried out; none of it changes a byte of the result.
+    """How a run is carried out; none of it changes a byte of the result, another device at most its last bits.
 
     Attributes:
         threads: workers.
         tile: elements worked on at a time.
+        device: torch's name of where methods are computed; reading and writing stay on the CPU.
         on_progress: told about ten times a second, from the calling thread.
         cancel: stops the run.
     """
 
     threads: int
     tile: int = TILE
+    device: str = "cpu"
     on_progress: OnProgress = lambda progress: None
     cancel: CancelToken = CancelToken()  # noqa: RUF009 - never set
 
@@ -144,7 +146,8 @@ class _Crew:
         """Take jobs until there are none, one failed, or the run was stopped."""
         torch.set_num_threads(1)
         keep = keep_elements(self._options.threads)
-        worker = Worker(self._plan.sources, self._sink, self._options.tile, keep, self._watch)
+        options = self._options
+        worker = Worker(self._plan.sources, self._sink, options.tile, keep, self._watch, options.device)
         try:
             while (job := self._next()) is not None:
                 self._do(worker, job)
@@ -194,7 +197,8 @@ class _Crew:
 
 
 def _measures_of(step: Step) -> tuple[Measure, ...]:
-    return method(step.node.method).measures if isinstance(step.node, Merged) else ()
+    node = step.node
+    return method(node.method).needed_measures(node.params) if isinstance(node, Merged) else ()
 
 
 def _tiles(step: Step, size: int) -> Iterator[Tile]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .devices import check_device
 from .engine import Options, carry_out
 from .errors import CancelledError, FileError, MergeError, PlanError, RecipeError
 from .events import CancelToken, OnProgress, Progress
@@ -40,6 +41,7 @@ class Running:
         dry_run: make the plan and write nothing; the result then tells what would be done.
         report: measure every tensor for the report.
         tile: elements worked on at a time.
+        device: where methods are computed: cpu, or cuda; the results agree but for the last bits of some methods.
         on_progress: told about ten times a second.
         cancel: stops the run from another thread.
         cache: remembered hashes.
@@ -55,6 +57,7 @@ class Running:
     dry_run: bool = False
     report: bool = False
     tile: int = TILE
+    device: str = "cpu"
     on_progress: OnProgress = lambda progress: None
     cancel: CancelToken = field(default_factory=CancelToken)
     cache: HashCache = field(default_factory=HashCache)
@@ -63,6 +66,7 @@ class Running:
         for name, value in (("threads", self.threads), ("tile", self.tile)):
             if value is not None and value < 1:
                 raise RecipeError(f"{name} must be at least 1, not {value}")
+        check_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Result:
         seconds: wall time of the run.
         peak_rss_mb: peak memory of this process so far.
         saturated: values cut to the largest one of fp8.
+        device: where methods were computed.
         plan: the plan that was carried out.
         rows: measured report, when it was asked for.
     """
@@ -93,6 +98,7 @@ class Result:
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
     saturated: int = 0
+    device: str = "cpu"
     rows: Rows | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def execute(plan: Plan, target: Path, how: Running) -> Result:
     plan.check()
     start = time.perf_counter()
     threads = how.threads or default_threads()
-    options = Options(threads, how.tile, how.on_progress, how.cancel)
+    options = Options(threads, how.tile, how.device, how.on_progress, how.cancel)
     watch = Watcher(plan) if how.report else None
     sweep(target.parent)
     try:
@@ -151,6 +157,7 @@ def execute(plan: Plan, target: Path, how: Running) -> Result:
         seconds=time.perf_counter() - start,
         peak_rss_mb=peak_rss_mb(),
         saturated=saturated,
+        device=how.device,
         rows=watch.rows() if watch else None,
     )
 

@@ -18,6 +18,7 @@ from .files.open import open_model
 from .files.source import Source
 from .kernels.measure import bits_finite
 from .quant.coded import coded_tensors
+from .quant.fp8 import scales_of
 from .recipe import METADATA_KEY
 
 _PIECE_BYTES = 1 << 22
@@ -50,6 +51,8 @@ def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, 
     found = families.detect(tensors)
     storages = sorted(set(coded_tensors({key: dtype for key, (dtype, _) in tensors.items()}).values()))
     recipe, notes = _recipe(source)
+    if scales := scales_of(tensors):
+        notes.append(f"{len(scales)} weights in scaled fp8: merges decode them by their scales")
     return {
         "file": str(path),
         "kind": found.kind,

@@ -38,6 +38,7 @@ def merge(
     discard: str | Sequence[str] = (),
     glob: bool = False,
     mismatch: Mismatch = "skip",
+    allow_mixed_prediction: bool = False,
     vae: PathLike | None = None,
     save_dtype: SaveDtype = "auto",
     override_dtype: bool = False,
@@ -65,6 +66,7 @@ def merge(
         discard: patterns of tensors to leave out.
         glob: patterns are globs instead of regular expressions.
         mismatch: what happens where another model lacks a tensor: `skip`, `zeros` or `error`.
+        allow_mixed_prediction: merge although only one of A and B has the marker v_pred or ztsnr; A's markers stay.
         vae: file whose VAE replaces A's.
         save_dtype: least precise dtype to store: auto, keep, fp64, fp32, fp16, bf16, fp8_e4m3fn, fp8_e5m2.
         override_dtype: force every float tensor to `save_dtype`.
@@ -93,6 +95,7 @@ def merge(
         discard=_patterns(discard),
         glob=glob,
         mismatch=mismatch,
+        allow_mixed_prediction=allow_mixed_prediction,
         vae=None if vae is None else Slot(file=_name(vae)),
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )

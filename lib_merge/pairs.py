@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .families import PREFIXES
@@ -13,6 +13,7 @@ from .files.source import Source
 from .matching import finder
 from .patterns import Patterns
 from .quant.coded import coded_tensors
+from .quant.fp8 import scales_of, sides_of
 
 Action = Literal["compared", "missing", "extra", "shape differs", "excluded"]
 
@@ -29,6 +30,7 @@ class Pair:
         numbers: slots that are measured against A as numbers.
         bits: slots that are compared with A bit for bit.
         unequal: slots that hold another kind of values than A.
+        scales: slot -> key of the scale, where a model holds it as scaled fp8.
     """
 
     key: str
@@ -38,6 +40,7 @@ class Pair:
     numbers: tuple[str, ...] = ()
     bits: tuple[str, ...] = ()
     unequal: tuple[str, ...] = ()
+    scales: Mapping[str, str] = field(default_factory=dict)
 
 
 def matched(sources: Mapping[str, Source], exclude: Patterns, include_mode: bool) -> list[Pair]:
@@ -51,7 +54,10 @@ def matched(sources: Mapping[str, Source], exclude: Patterns, include_mode: bool
     base = sources["A"].tensors
     donors = [slot for slot in sources if slot != "A"]
     find = {slot: finder(base, sources[slot].tensors, PREFIXES) for slot in donors}
-    values = {slot: _values(source) for slot, source in sources.items()}
+    headers = {slot: {key: (t.dtype, t.shape) for key, t in source.tensors.items()} for slot, source in sources.items()}
+    scales = {slot: scales_of(tensors) for slot, tensors in headers.items()}
+    sides = {slot: sides_of(tensors, scales[slot]) for slot, tensors in headers.items()}
+    values = {slot: _values(source, scales[slot]) for slot, source in sources.items()}
     pairs: list[Pair] = []
     used: set[tuple[str, str]] = set()
     for key in base:
@@ -59,19 +65,32 @@ def matched(sources: Mapping[str, Source], exclude: Patterns, include_mode: bool
         used.update(keys.items())
         if exclude.match(key) != include_mode:
             pairs.append(Pair(key, keys, "excluded", "not included" if include_mode else "excluded"))
+        elif key in sides["A"]:
+            pairs.append(Pair(key, keys, "excluded", _SIDE))
         else:
-            pairs.append(_judged(keys, donors, sources, values))
+            pair = _judged(keys, donors, sources, values)
+            known = {slot: scales[slot][theirs] for slot, theirs in keys.items() if theirs in scales[slot]}
+            pairs.append(replace(pair, scales=known) if pair.numbers else pair)
     extra: dict[str, dict[str, str]] = defaultdict(dict)
     for slot in donors:
         for key in sources[slot].tensors:
             if (slot, key) not in used and exclude.match(key) == include_mode:
                 extra[key][slot] = key
-    return pairs + [Pair(key, keys, "extra", f"only in {', '.join(keys)}") for key, keys in extra.items()]
+    for key, keys in extra.items():
+        side = all(theirs in sides[slot] for slot, theirs in keys.items())
+        pairs.append(
+            Pair(key, keys, "excluded", _SIDE) if side else Pair(key, keys, "extra", f"only in {', '.join(keys)}")
+        )
+    return pairs
 
 
-def _values(source: Source) -> dict[str, str]:
+_SIDE = "goes with fp8 codes, which are compared as numbers"
+
+
+def _values(source: Source, scales: Mapping[str, str]) -> dict[str, str]:
     """Key -> what its values are: `number`, or the dtype of what is compared bit for bit."""
     coded = coded_tensors({key: info.dtype for key, info in source.tensors.items()})
+    coded = {key: storage for key, storage in coded.items() if key not in scales}
     return {
         key: f"{info.dtype} codes ({coded[key]})" if key in coded else "number" if is_float(info.dtype) else info.dtype
         for key, info in source.tensors.items()

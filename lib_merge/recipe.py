@@ -88,6 +88,7 @@ class Recipe(_Data, frozen=True):
         discard: patterns of tensors that are left out of the output.
         glob: patterns are shell globs instead of regular expressions; both match anywhere in the name.
         mismatch: what happens where B, C … lack a tensor or have another shape.
+        allow_mixed_prediction: merge although only one of A and B has a marker of what it predicts; A's markers stay.
         only: convert: keep this component alone.
         vae: file whose VAE replaces A's.
     """
@@ -106,6 +107,7 @@ class Recipe(_Data, frozen=True):
     discard: tuple[str, ...] = ()
     glob: bool = False
     mismatch: Mismatch = "skip"
+    allow_mixed_prediction: bool = False
     only: Component | None = None
     vae: Slot | None = None
     output: Output = Output()

@@ -7,26 +7,28 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from .dtype_rule import rank, stored_dtype
+from .channels import Shared, shared_channels
+from .decoding import Tensors, as_stored, decoded
+from .dtype_rule import stored_dtype, width_notes
 from .errors import Level, Problem, RecipeError
-from .families import PREFIXES, Detected, component_of, detect, never_merged
-from .files.dtypes import BY_OPTION, DTYPES, is_float
+from .families import PREFIXES, Detected, component_of, detect, is_first_layer, never_merged
+from .files.dtypes import DTYPES, is_float
 from .files.source import Source
 from .kernels.random import stream_key
 from .kernels.registry import Method, method
 from .matching import finder
 from .patterns import Patterns
+from .prediction import MARKERS, prediction_problems
 from .quant.coded import HINT as CODED_HINT
-from .quant.coded import coded_tensors
 from .recipe import Recipe, Slot
+from .repairs import REPAIRED, position_problems, repaired
 from .settings import Settings, checked
-from .steps import Merged, Node, Step, Stored, Zeros
+from .steps import Joined, Merged, Node, Scaled, Step, Stored, Zeros
+from .vae import replaced_vae
+from .wording import count_of, named
 
-_NAMED_AT_MOST = 8
-# Where a VAE's tensors stand in a checkpoint, and in a file of its own (bare names).
-_VAE_PREFIXES = ("first_stage_model.", "vae.", "vae/", "")
 # Last names of tensors that are copied bit for bit, whatever dtype is asked for; empty tensors are too.
-_MARKERS = ("position_ids", "v_pred", "ztsnr")
+_MARKERS = ("position_ids", *MARKERS)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,13 @@ def resolve(recipe: Recipe, sources: Mapping[str, Source], path: str = "") -> Re
             models[name] = _stored(f"{path}{name}", sources[f"{path}{name}"])
             slots[name] = slot
     recipe = msgspec.structs.replace(recipe, models=slots)
-    resolver = _Resolver(recipe, models, path)
+    resolver = _Resolver(recipe, {name: decoded(nodes, recipe.output) for name, nodes in models.items()}, path)
     if recipe.vae is not None:
-        resolver.take_vae(_stored(f"{path}vae", sources[f"{path}vae"]))
-    steps = [step for key in models["A"] if (step := resolver.step(key)) is not None]
+        theirs = _stored(f"{path}vae", sources[f"{path}vae"])
+        resolver.vae = replaced_vae(models["A"], resolver.family, theirs)
+        taken = {node.key for node in resolver.vae.values()}
+        resolver.vae_unused = [(f"{path}vae", key) for key in theirs if key not in taken]
+    steps = resolver.settled([step for key in models["A"] if (step := resolver.step(key)) is not None])
     return Resolved(
         recipe,
         tuple(steps),
@@ -100,19 +105,22 @@ class _Resolver:
     """Decides one tensor after the other and remembers what the user should hear."""
 
     recipe: Recipe
-    models: Mapping[str, Mapping[str, Node]]
+    tensors: Mapping[str, Tensors]
     path: str
     discarded: list[str] = field(default_factory=list)
     mismatched: dict[str, list[str]] = field(default_factory=dict)
     used: set[tuple[str, str]] = field(default_factory=set)
     vae: dict[str, Stored] = field(default_factory=dict)
     vae_unused: list[tuple[str, str]] = field(default_factory=list)
-    merged: int = 0
+    merged: list[str] = field(default_factory=list)
     kept_codes: list[str] = field(default_factory=list)
     found: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        recipe, base = self.recipe, self.models["A"]
+        recipe, base = self.recipe, self.tensors["A"].nodes
+        self.sides = self.tensors["A"].sides
+        self.coded = {name: tensors.coded for name, tensors in self.tensors.items()}
+        self.models = {name: base if name == "A" else tensors.without_sides for name, tensors in self.tensors.items()}
         self.method: Method | None = method(recipe.method) if recipe.method else None
         self.donors = [name for name in self.models if name != "A"]
         self.find = {name: finder(base, self.models[name], PREFIXES) for name in self.donors}
@@ -120,33 +128,6 @@ class _Resolver:
         self.discard = Patterns(recipe.discard, recipe.glob)
         self.family = detect(_shapes(base))
         self.settings = Settings(recipe, self.method, _shapes(base), self.family)
-        self.coded = {
-            name: coded_tensors({key: node.dtype for key, node in tensors.items()})
-            for name, tensors in self.models.items()
-        }
-
-    def take_vae(self, tensors: Mapping[str, Stored]) -> None:
-        """Match A's VAE tensors with those of the VAE file; all of them must be there, half a VAE decodes nothing."""
-        family = detect(_shapes(tensors))
-        theirs = {_bare(key, component_of(key, family) == "vae"): node for key, node in tensors.items()}
-        mine = [key for key in self.models["A"] if component_of(key, self.family) == "vae"]
-        for key in mine:
-            other = theirs.get(_bare(key, True))
-            if other is not None and other.shape == self.models["A"][key].shape:
-                self.vae[key] = other
-        lacking = [key for key in mine if key not in self.vae]
-        if lacking or not mine:
-            what = f"lacks {_count(lacking)} that A's VAE has, or in another shape: {_names(lacking)}"
-            raise RecipeError(
-                f"the VAE file {what}" if mine else "model A has no VAE that could be replaced",
-                hint="take a VAE of the same family, with the names of a checkpoint's VAE" if mine else None,
-            )
-        coded = coded_tensors({key: node.dtype for key, node in tensors.items()})
-        for node in self.vae.values():
-            if node.key in coded:
-                raise RecipeError(f"the VAE file holds coded weights ({coded[node.key]})", tensor=node.key)
-        taken = {node.key for node in self.vae.values()}
-        self.vae_unused = [(f"{self.path}vae", key) for key in tensors if key not in taken]
 
     def step(self, key: str) -> Step | None:
         """What happens to a tensor of A; None when it is left out."""
@@ -157,16 +138,24 @@ class _Resolver:
             return None
         if key in self.vae:
             return self._copy(key, self.vae[key], "taken from the VAE file")
+        if key in self.sides:
+            return self._copy(key, base, "goes with fp8 codes")
+        if (table := repaired(key, base)) is not None:
+            return Step(key, table.dtype, table.shape, "copied", table, REPAIRED)
         if self.method is None:
             return self._copy(key, base, "")
         if self.exclude.match(key) != self.recipe.include_mode:
             return self._copy(key, base, "not included" if self.recipe.include_mode else "excluded")
         self._refuse_coded(key, base, operands)
-        reason = _never(key, base, self.family) or self._mismatch(key, base, operands)
+        shared = shared_channels({"A": base, **operands}) if is_first_layer(key, self.family) else None
+        first = base
+        if shared is not None:
+            first, operands = shared.nodes["A"] or base, {name: shared.nodes[name] for name in self.donors}
+        reason = _never(key, base, self.family) or self._mismatch(key, first, operands)
         if reason:
             return self._copy(key, base, reason)
-        inputs = [base, *(node if node is not None else Zeros(base.dtype, base.shape) for node in operands.values())]
-        return self._merge(key, base, inputs)
+        inputs = [first, *(node or Zeros(base.dtype, first.shape) for node in operands.values())]
+        return self._merge(key, inputs, shared)
 
     def _kept_component(self, key: str) -> bool:
         return self.recipe.only is None or component_of(key, self.family).startswith(self.recipe.only)
@@ -229,12 +218,35 @@ class _Resolver:
             )
         self.kept_codes.append(key)
 
-    def _merge(self, key: str, base: Node, inputs: Sequence[Node]) -> Step:
+    def settled(self, steps: list[Step]) -> list[Step]:
+        """The steps once it is known whether A's fp8 codes become numbers: all of them do, or none.
+
+        A merge that takes some of them as numbers decodes the others too, and so does a convert that names a dtype.
+        """
+        codes = [key for key, node in self.models["A"].items() if isinstance(node, Scaled)]
+        names_dtype = self.recipe.output.save_dtype not in ("auto", "keep")
+        if (self.method is None and names_dtype) or not set(codes).isdisjoint(self.merged):
+            gone = [step.key for step in steps if step.key in self.sides]
+            if codes:
+                self.discarded += gone
+                what = f"{count_of(codes)} of scaled fp8 decoded, and {count_of(gone)} left out that went with them"
+                self.found.append(Problem("note", f"{what}: {named(gone)}", tensor=codes[0]))
+            return [step for step in steps if step.key not in self.sides]
+        if self.method is not None:
+            self.kept_codes += [step.key for step in steps if step.key in codes and self._would_cast(step)]
+        return [as_stored(step) if step.key in codes else step for step in steps]
+
+    def _would_cast(self, step: Step) -> bool:
+        codes = as_stored(step).dtype
+        return stored_dtype([codes], self.recipe.output) != codes
+
+    def _merge(self, key: str, inputs: Sequence[Node], shared: Shared | None) -> Step:
         assert self.method is not None
-        self.merged += 1
+        self.merged.append(key)
         params, reason = self.settings.of(key)
-        contributing = [node.dtype for node in inputs] if params[self.method.strength] != 0 else [base.dtype]
-        dtype = stored_dtype(contributing, self.recipe.output)
+        contributing = [node.dtype for node in inputs] if params[self.method.strength] != 0 else [inputs[0].dtype]
+        wider = shared.wider if shared else None
+        dtype = stored_dtype([*contributing, *([wider.dtype] if wider else [])], self.recipe.output)
         more = (self.path.rstrip("."),) if self.path else ()
         stream = stream_key(self.recipe.seed, key, *more) if self.method.random else 0
         node = Merged(
@@ -242,13 +254,17 @@ class _Resolver:
             params,
             tuple(inputs),
             dtype,
-            base.shape,
+            inputs[0].shape,
             stream,
             whole=self.method.needs_whole(params),
             rows=self.method.rows,
-            measured=bool(self.method.measures),
+            measured=bool(self.method.needed_measures(params)),
         )
-        return Step(key, dtype, base.shape, "merged", node, reason)
+        if shared:
+            reason = ", ".join(filter(None, [reason, shared.reason]))
+            self.found.append(Problem("note", f"{key}: {shared.reason}", tensor=key))
+        joined = Joined(node, wider, dtype) if wider else node
+        return Step(key, dtype, joined.shape, "merged", joined, reason)
 
     def unused(self) -> list[tuple[str, str]]:
         """(slot path, key) of the other files' tensors that have no counterpart in A."""
@@ -264,7 +280,7 @@ class _Resolver:
             self.found.append(
                 Problem(
                     level,
-                    f"{_count(keys)} {what}: {_names(keys)}; {kept[self.recipe.mismatch]}",
+                    f"{count_of(keys)} {what}: {named(keys)}; {kept[self.recipe.mismatch]}",
                     tensor=keys[0].partition(" (")[0],
                 )
             )
@@ -273,23 +289,27 @@ class _Resolver:
             for text in patterns.unmatched(keys):
                 self.found.append(Problem("warning", f"the {option} pattern {text!r} matches no tensor of model A"))
         self.found += self.settings.notes
+        if any(component_of(key, self.family) == "unet" for key in self.merged) and "B" in self.models:
+            allowed = self.recipe.allow_mixed_prediction
+            self.found += prediction_problems(self.models["A"], self.models["B"], allowed=allowed)
         if self.method is not None and not self.merged:
             self.found.append(self._nothing_merged())
         if not steps:
             lacking = f"; model A has no {self.recipe.only}" if self.recipe.only else ""
             self.found.append(Problem("error", f"nothing is left: every tensor is discarded{lacking}"))
         if self.kept_codes:
-            what = f"{_count(self.kept_codes)} of coded weights kept as stored: {_names(self.kept_codes)}"
+            what = f"{count_of(self.kept_codes)} of coded weights kept as stored: {named(self.kept_codes)}"
             self.found.append(Problem("note", what, tensor=self.kept_codes[0]))
         if not self.path:  # what an inner recipe gives is not stored
-            self.found += _broken_positions(steps)
-            self.found += _wider(steps, self.models["A"], self.recipe)
+            self.found += position_problems(steps)
+            base = {key: node.dtype for key, node in self.models["A"].items()}
+            self.found += width_notes({step.key: step.dtype for step in steps}, base, self.recipe.output)
         if unused := self.unused():
             self.found.append(
                 Problem(
                     "note",
-                    f"{_count(unused)} of the other models without a counterpart in A, not used: "
-                    f"{_names([key for _, key in unused])}",
+                    f"{count_of(unused)} of the other models without a counterpart in A, not used: "
+                    f"{named([key for _, key in unused])}",
                 )
             )
         return self.found
@@ -314,11 +334,6 @@ def _shapes(tensors: Mapping[str, Node]) -> dict[str, tuple[str, tuple[int, ...]
     return {key: (node.dtype, node.shape) for key, node in tensors.items()}
 
 
-def _bare(key: str, in_vae: bool) -> str:
-    """A VAE key without the prefix that checkpoints give it."""
-    return key.removeprefix(next(p for p in _VAE_PREFIXES if key.startswith(p))) if in_vae else key
-
-
 def _never(key: str, node: Node, family: Detected) -> str:
     """Why a tensor is never merged whatever the others hold; empty when it may be."""
     if DTYPES[node.dtype].kind == "integer":
@@ -328,51 +343,3 @@ def _never(key: str, node: Node, family: Detected) -> str:
     if 0 in node.shape:
         return "an empty marker is copied"
     return never_merged(key, node.dtype, node.shape, family) or ""
-
-
-def _broken_positions(steps: Sequence[Step]) -> list[Problem]:
-    """Position tables that an earlier merge turned into floats."""
-    keys = [step.key for step in steps if step.key.endswith("position_ids") and is_float(step.dtype)]
-    return [
-        Problem(
-            "warning",
-            f"{key} holds floats where whole numbers belong: an earlier merge damaged it; it is copied as it is",
-            tensor=key,
-            hint="take A from a file in which it is int64",
-        )
-        for key in keys
-    ]
-
-
-def _wider(steps: Sequence[Step], base: Mapping[str, Node], recipe: Recipe) -> list[Problem]:
-    """Notes on tensors that take more room than in A, or than asked for."""
-    notes = []
-    wider = [step.key for step in steps if rank(step.dtype) > rank(base[step.key].dtype)]
-    if wider:
-        notes.append(
-            Problem(
-                "note",
-                f"{_count(wider)} stored wider than in A: {_names(wider)}",
-                hint="--save-dtype keep stores them as A does",
-            )
-        )
-    wanted = BY_OPTION.get(recipe.output.save_dtype)
-    over = [step.key for step in steps if wanted and rank(step.dtype) > wanted.rank]
-    if over:
-        notes.append(
-            Problem(
-                "note",
-                f"{_count(over)} still wider than {recipe.output.save_dtype}: {_names(over)}",
-                hint="--override-dtype forces every float tensor to it",
-            )
-        )
-    return notes
-
-
-def _count(keys: Sequence[object]) -> str:
-    return f"{len(keys)} tensor{'s' if len(keys) != 1 else ''}"
-
-
-def _names(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _NAMED_AT_MOST} more" if len(keys) > _NAMED_AT_MOST else ""
-    return ", ".join(keys[:_NAMED_AT_MOST]) + more

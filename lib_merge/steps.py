@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .kernels.registry import Value
 
@@ -20,6 +20,7 @@ class Stored:
     key: str
     dtype: str
     shape: tuple[int, ...]
+    inputs: ClassVar[tuple[Node, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,89 @@ class Zeros:
 
     dtype: str
     shape: tuple[int, ...]
+    inputs: ClassVar[tuple[Node, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Counting:
+    """The whole numbers 0, 1, 2 … in row-major order; never an operand of a method."""
+
+    shape: tuple[int, ...]
+    dtype: ClassVar[str] = "I64"
+    inputs: ClassVar[tuple[Node, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Codes of a coded storage times their scale, which are numbers.
+
+    Attributes:
+        codes: the weight as stored.
+        scale: its scale, in a layout that `quant.fp8.decode` knows.
+        dtype: what it counts as in the dtype rule.
+    """
+
+    codes: Stored
+    scale: Stored
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the numbers."""
+        return self.codes.shape
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """What is read."""
+        return (self.codes, self.scale)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The first `count` input channels (second dimension) of a node; those that it lacks are zeros."""
+
+    node: Node
+    count: int
+
+    @property
+    def dtype(self) -> str:
+        """The node's."""
+        return self.node.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The node's, with `count` input channels."""
+        return (self.node.shape[0], self.count, *self.node.shape[2:])
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The node."""
+        return (self.node,)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """`first`, and behind it those input channels of `wider` that it lacks.
+
+    Attributes:
+        first: the input channels from 0 on.
+        wider: a node of the same shape but for more input channels.
+        dtype: dtype it would be stored in.
+    """
+
+    first: Node
+    wider: Node
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the wider one."""
+        return self.wider.shape
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """Both."""
+        return (self.first, self.wider)
 
 
 @dataclass(frozen=True)
@@ -62,7 +146,7 @@ class Merged:
         return math.prod(self.shape[1:])
 
 
-Node = Stored | Zeros | Merged
+Node = Stored | Zeros | Counting | Scaled | Channels | Joined | Merged
 
 
 @dataclass(frozen=True)
@@ -99,7 +183,8 @@ class Step:
     def whole(self) -> bool:
         """True when it cannot be cut into tiles: only the outermost method may choose where."""
         return any(
-            isinstance(node, Merged) and (node.whole or (node is not self.node and (node.rows or node.measured)))
+            isinstance(node, (Channels, Joined))
+            or (isinstance(node, Merged) and (node.whole or (node is not self.node and (node.rows or node.measured))))
             for node in walk(self.node)
         )
 
@@ -108,13 +193,18 @@ class Step:
         """True when its method measures the whole tensor first."""
         return isinstance(self.node, Merged) and self.node.measured
 
+    @property
+    def merge(self) -> Merged | None:
+        """The outermost method that makes it, the one of reports; None where no method does."""
+        node = self.node.first if isinstance(self.node, Joined) else self.node
+        return node if isinstance(node, Merged) else None
+
 
 def walk(node: Node) -> Iterator[Node]:
     """The node and everything below it, operands first to last."""
     yield node
-    if isinstance(node, Merged):
-        for item in node.inputs:
-            yield from walk(item)
+    for item in node.inputs:
+        yield from walk(item)
 
 
 def leaves(node: Node) -> Iterator[Stored]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .kernels.measure import row_block
+from .kernels.measure import BLOCK, row_block
 from .steps import Merged, Node, Step, Stored, leaves
 
 # Elements per tile and worker: small enough for the cache, large enough that calls cost nothing.
@@ -15,10 +15,10 @@ _WIDEST_BYTES = 8
 
 
 def cut(node: Node, tile: int) -> int:
-    """Elements of a node's tiles: about `tile`, in whole blocks of rows where the method asks for rows."""
-    if not isinstance(node, Merged) or not node.rows:
+    """Elements of a node's tiles: about `tile`, in whole blocks of what is summed as one where sums are taken."""
+    if not isinstance(node, Merged) or not (node.rows or node.measured):
         return tile
-    block = row_block(node.columns) * max(1, node.columns)
+    block = row_block(node.columns) * max(1, node.columns) if node.rows else BLOCK
     return block * max(1, tile // block)
 
 
@@ -42,6 +42,4 @@ def worker_bytes(step: Step) -> int:
 
 def _alive(node: Node) -> int:
     """Tiles alive at once for a node, raw buffers included."""
-    if isinstance(node, Merged):
-        return sum(_alive(item) for item in node.inputs) + 1
-    return 2 if isinstance(node, Stored) else 1
+    return 2 if isinstance(node, Stored) else sum(_alive(item) for item in node.inputs) + 1

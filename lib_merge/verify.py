@@ -24,7 +24,6 @@ from .kernels.registry import method
 from .plan import Plan, default_threads, make_plan
 from .recipe import METADATA_KEY, Recipe
 from .steps import Merged, Step, walk
-from .tiles import TILE
 
 TOLERANCE_ULP = 2
 # Distances of float64 beyond this do not fit an int64.
@@ -101,7 +100,7 @@ def verify(
     try:
         plan.check()
         sink = _CompareSink(source, plan)
-        options = Options(threads or default_threads(), TILE, on_progress, cancel or CancelToken())
+        options = Options(threads or default_threads(), on_progress=on_progress, cancel=cancel or CancelToken())
         carry_out(sink.plan, sink, options, "verifying")
     finally:
         plan.close()

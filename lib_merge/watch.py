@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .families import Detected, block_of, component_of, detect
 from .kernels.measure import BLOCK, change_sums, compare_sums, row_block
 from .plan import Plan
-from .steps import Merged, Node, Step, Stored, Zeros
+from .steps import Channels, Counting, Merged, Node, Scaled, Step, Stored, Zeros
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ class Watcher:
         for step in self._plan.steps:
             total = {name: math.fsum(values) for name, values in self._sums.get(step.key, {}).items()}
             row = _row(step, found, total, self._largest.get(step.key, math.nan))
-            if isinstance(step.node, Stored) and step.node.slot.endswith("vae"):
+            if isinstance(step.node, (Stored, Counting)) and step.action == "copied":  # another file's, or repaired
                 row["dtype_a"] = self._plan.sources[self._plan.base].tensors[step.key].dtype
             rows.append(row)
         return rows
@@ -72,8 +72,8 @@ class Watcher:
 
 def _blocks(step: Step, *tensors: Tensor) -> Iterator[list[Tensor]]:
     """The same block of each tensor, one after the other; tiles start at one."""
-    node = step.node
-    size = row_block(node.columns) * max(1, node.columns) if isinstance(node, Merged) and node.rows else BLOCK
+    node = step.merge
+    size = row_block(node.columns) * max(1, node.columns) if node is not None and node.rows else BLOCK
     flat = [tensor.reshape(-1) for tensor in tensors]
     for low in range(0, flat[0].numel(), size):
         yield [tensor[low : low + size] for tensor in flat]
@@ -92,7 +92,7 @@ def _add_exactly(parts: list[float], value: float) -> None:
 
 
 def _row(step: Step, found: Detected, total: dict[str, float], largest: float) -> dict[str, Any]:
-    node = step.node
+    node = step.merge or step.node
     row: dict[str, Any] = {
         "key": step.key,
         "component": component_of(step.key, found),
@@ -120,10 +120,15 @@ _NORMS = {"norm_a": "aa", "norm_b": "bb", "norm_diff": "dd", "norm_out": "oo", "
 
 
 def _operand_dtype(node: Node, number: int) -> str:
-    if not isinstance(node, Merged):
-        return node.dtype if number == 0 else ""
-    inputs = node.inputs
-    return inputs[number].dtype if number < len(inputs) and not isinstance(inputs[number], Zeros) else ""
+    operands = node.inputs if isinstance(node, Merged) else (node,)
+    return _dtype(operands[number]) if number < len(operands) else ""
+
+
+def _dtype(node: Node) -> str:
+    """As stored, where it is."""
+    if isinstance(node, (Channels, Scaled)):
+        return _dtype(node.inputs[0])
+    return "" if isinstance(node, Zeros) else node.dtype
 
 
 def _cosine(total: dict[str, float]) -> float:

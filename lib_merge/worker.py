@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from .buffers import Buffer
 from .errors import NumberError
@@ -15,7 +18,8 @@ from .kernels.random import draws
 from .kernels.registry import Method, method
 from .kernels.rounding import to_odd
 from .lazy import torch
-from .steps import Merged, Node, Step, Stored, Zeros, leaves
+from .quant.fp8 import scaled
+from .steps import Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored, Zeros, leaves
 from .tiles import cut
 
 if TYPE_CHECKING:
@@ -64,14 +68,24 @@ class Worker:
         tile: elements worked on at a time.
         keep: elements of a measured tensor that may be kept in memory between its two passes.
         watch: sees operands and results.
+        device: torch's name of where methods are computed.
     """
 
-    def __init__(self, sources: Mapping[str, Source], sink: Sink, tile: int, keep: int, watch: Watch | None) -> None:
-        self._sources, self._sink, self._tile, self._watch = sources, sink, tile, watch
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        sink: Sink,
+        tile: int,
+        keep: int,
+        watch: Watch | None,
+        device: str = "cpu",
+    ) -> None:
+        self._sources, self._sink, self._tile, self._watch, self._device = sources, sink, tile, watch, device
         self._keep = max(tile, keep)
         self._raw = Buffer(tile)
         self._random = Buffer(tile)
         self._pool: list[Buffer] = []
+        self._scales: dict[Stored, Tensor] = {}
         self._taken = 0
         self.saturated = 0
 
@@ -87,6 +101,10 @@ class Worker:
         """
         self._taken = 0
         step = tile.step
+        if isinstance(step.node, Counting):
+            numbers = np.arange(tile.low, tile.high, dtype="<i8")
+            self._sink.write(step.key, numbers.itemsize * tile.low, numbers.data.cast("B"))
+            return
         result = self._value(step.node, tile, _number(tile), measures, merged=False)
         self._store(step, tile.low, result)
 
@@ -104,8 +122,14 @@ class Worker:
             return self._take(tile.high - tile.low, number).zero_()
         if isinstance(node, Stored):
             return self._load(node, tile, number, must_be_finite=merged)
+        if isinstance(node, Scaled):
+            codes = self._load(node.codes, tile, number, must_be_finite=merged)
+            return scaled(codes, self._scale(node.scale), node.shape, tile.low)
+        if isinstance(node, (Channels, Joined)):
+            return self._side_by_side(node, tile, number, merged=merged)
+        assert isinstance(node, Merged)
         operands = self._operands(node, tile, number)
-        watch = self._watch if node is tile.step.node and tile.step.action == "merged" else None
+        watch = self._watch if node is tile.step.merge and tile.step.action == "merged" else None
         if watch is not None:
             watch.before(tile.step, tile.low, operands)
         if node.measured and not measures:
@@ -118,6 +142,28 @@ class Worker:
             file = next((self._sources[leaf.slot].path for leaf in leaves(node)), None)
             raise NumberError(f"{node.method} gives values that are not finite", file=file, tensor=tile.step.key)
         return result
+
+    def _side_by_side(self, node: Channels | Joined, tile: Tile, number: torch.dtype, *, merged: bool) -> Tensor:
+        """Input channels cut off or put together; of whole tensors, flat."""
+        first, *wider = [
+            self._value(item, Tile(tile.step, 0, math.prod(item.shape), tile.wide), number, (), merged=merged).reshape(
+                item.shape
+            )
+            for item in node.inputs
+        ]
+        result = wider[0] if wider else first.new_zeros(node.shape)
+        shared = min(first.shape[1], result.shape[1])
+        result[:, :shared] = first[:, :shared]
+        return result.reshape(-1)
+
+    def _scale(self, node: Stored) -> Tensor:
+        """A scale as numbers, read once."""
+        found = self._scales.get(node)
+        if found is None:
+            whole = Tile(Step(node.key, node.dtype, node.shape, "copied", node), 0, math.prod(node.shape))
+            loaded = self._load(node, whole, torch.float32, must_be_finite=True)
+            found = self._scales[node] = loaded.reshape(node.shape).clone()
+        return found
 
     def _operands(self, node: Merged, tile: Tile, number: torch.dtype) -> list[Tensor]:
         return [self._value(item, tile, number, (), merged=True) for item in node.inputs]
@@ -158,7 +204,7 @@ class Worker:
         if chosen.random == "tensor":
             return draws(node.stream, 0, 1)
         room = self._random.tensor(torch.int32, count) if count <= self._tile else None
-        drawn = draws(node.stream, low, count, out=room)
+        drawn = draws(node.stream, low, count, out=room).to(self._device)
         return _shaped(node, [drawn])[0]
 
     def _in_two_passes(self, node: Merged, operands: list[Tensor]) -> Tensor:
@@ -169,7 +215,7 @@ class Worker:
             (low, [operand[low : low + size] for operand in operands]) for low in range(0, operands[0].numel(), size)
         ]
         measures: list[Any] = []
-        for number, measure in enumerate(chosen.measures):
+        for number, measure in enumerate(chosen.needed_measures(node.params)):
             parts = [self._part(node, piece, low, number, measures) for low, piece in pieces]
             measures.append(measure.combine(parts))
         for low, piece in pieces:
@@ -222,6 +268,7 @@ class Worker:
 
     def _explain(self, step: Step, part: Tensor, raw: Tensor, dtype: Dtype) -> None:
         """Say what is wrong with a result; a copied tensor may keep what was not finite before its cast."""
+        part = part.cpu()
         before = torch.isfinite(part)
         after = torch.isfinite(raw.to(part.dtype))
         born = before & ~after
@@ -248,11 +295,11 @@ class Worker:
     def _take(self, count: int, number: torch.dtype) -> Tensor:
         """Room for `count` elements: a buffer of this worker, or a new one for what is larger than it keeps."""
         if count > self._keep:
-            return torch.empty(count, dtype=number)
+            return torch.empty(count, dtype=number, device=self._device)
         if self._taken == len(self._pool):
-            self._pool.append(Buffer(self._tile))
+            self._pool.append(Buffer(self._tile, self._device))
         if self._pool[self._taken].elements < count:
-            self._pool[self._taken] = Buffer(self._keep)
+            self._pool[self._taken] = Buffer(self._keep, self._device)
         self._taken += 1
         return self._pool[self._taken - 1].tensor(number, count)
 

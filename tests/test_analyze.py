@@ -219,10 +219,10 @@ def test_integers_are_not_measured_against_floats(save):
     assert found.summary["identical"] == 0
 
 
-def test_codes_are_not_numbers(save):
+def test_codes_of_no_known_scale_are_not_numbers(save):
     codes = wave((8, 8), 1).to(torch.float8_e4m3fn)
-    a = {"x.weight": codes, "x.scale_weight": torch.tensor(0.5), "y.bias": wave((3,), 1)}
-    b = {**a, "x.scale_weight": torch.tensor(0.25)}
+    a = {"x.weight": codes, "x.scale_weight": torch.full((8, 8), 0.5), "y.bias": wave((3,), 1)}
+    b = {**a, "x.scale_weight": torch.full((8, 8), 0.25)}
     found = compare(save("a", a), save("b", b))
     row = row_of(found, "x.weight")
     assert row["note"] == "same"
@@ -233,6 +233,19 @@ def test_codes_are_not_numbers(save):
     assert plain["note"] == "differs"
     assert "codes" in plain["reason"]
     assert "number in B" in plain["reason"]
+
+
+def test_equal_codes_with_another_scale_differ(save):
+    codes = wave((8, 8), 1).to(torch.float8_e4m3fn)
+    a = {"x.weight": codes, "x.scale_weight": torch.tensor(0.5), "y.bias": wave((3,), 1)}
+    found = compare(save("a", a), save("b", {**a, "x.scale_weight": torch.tensor(0.25)}))
+    row = row_of(found, "x.weight")
+    assert (row["note"], row["rel_diff"], row["cosine"]) == ("", 0.5, pytest.approx(1))
+    assert row["norm_a"] == pytest.approx(0.5 * float(codes.double().norm()))
+    plain = row_of(
+        compare(save("a", a), save("b", {"x.weight": codes.float() * 0.5, "y.bias": a["y.bias"]})), "x.weight"
+    )
+    assert (plain["note"], plain["norm_diff"]) == ("same values", 0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

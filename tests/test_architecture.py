@@ -20,12 +20,15 @@ HOST_ENTRY = "scripts.merge_tab"
 
 # Lowest first. A room imports from the levels above its own line here, and from itself.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "lazy", "events", "memory", "version"),
+    ("errors", "lazy", "events", "memory", "version", "wording"),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
-    ("buffers", "report_charts", "pairs"),
+    ("buffers", "devices", "report_charts", "pairs"),
     ("report_html",),
     ("recipe", "report", "job", "steps"),
-    ("catalog", "presets", "choose", "dtype_rule", "inspection", "metadata", "settings", "tiles"),
+    (
+        *("catalog", "presets", "choose", "dtype_rule", "inspection", "metadata", "settings", "tiles"),
+        *("channels", "decoding", "prediction", "repairs", "vae"),
+    ),
     ("resolve", "contrast"),
     ("plan", "worker", "differences"),
     ("engine", "watch"),
@@ -41,7 +44,19 @@ LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in room
 EXCEPTIONS = {("cli", "app"): "the command `lib-merge app` starts it"}
 
 TORCH_BELOW = {"lazy", "kernels", "adapters", "quant", "files"}
-TORCH_ABOVE = {"buffers", "contrast", "worker", "engine", "watch", "merge", "verify", "analyze", "lora", "fold"}
+TORCH_ABOVE = {
+    "buffers",
+    "devices",
+    "contrast",
+    "worker",
+    "engine",
+    "watch",
+    "merge",
+    "verify",
+    "analyze",
+    "lora",
+    "fold",
+}
 USERS = {
     "torch": TORCH_BELOW | TORCH_ABOVE,
     "pandas": {"report", "ui"},

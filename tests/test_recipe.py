@@ -58,7 +58,7 @@ def test_the_text_is_canonical_json():
     assert text == json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     assert set(told) == {
         *("lib_merge", "task", "method", "params", "seed", "models", "loras", "blocks", "rules", "exclude"),
-        *("include_mode", "discard", "glob", "mismatch", "only", "vae", "output"),
+        *("include_mode", "discard", "glob", "mismatch", "allow_mixed_prediction", "only", "vae", "output"),
     }
     assert from_json(text) == from_json(EXAMPLE)
     assert to_json(from_json(text)) == text

@@ -46,6 +46,7 @@ writing_options = options(
     click.option("--hash", "hash_output", is_flag=True, help="Compute the output's sha256."),
     click.option("--no-fsync", is_flag=True, help="Do not wait until the output is on the disk."),
     click.option("--threads", type=click.IntRange(1), help="Worker threads; default: the cores, at most 8."),
+    click.option("--device", default="cpu", show_default=True, help="Where methods are computed: cpu or cuda."),
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--strict", is_flag=True, help="Warnings count as errors."),
     json_option,

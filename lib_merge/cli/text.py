@@ -9,7 +9,7 @@ from typing import Any
 from ..execute import Result
 from ..kernels.registry import Method
 from ..plan import Plan
-from ..steps import Merged, Step
+from ..steps import Step
 from ..version import __version__
 
 _SHOWN_STEPS = 20
@@ -32,10 +32,11 @@ def describe_result(made: Result) -> str:
     return "\n".join(lines)
 
 
-def report_header(plan: Plan) -> dict[str, str]:
+def report_header(made: Result) -> dict[str, str]:
     """What a report says of the run above its table."""
     from importlib.metadata import version  # here: it takes a while to load, and only reports need it
 
+    plan = made.plan
     recipe, hashes = plan.recipe, plan.known_hashes
     params = ", ".join(f"{name} {value}" for name, value in recipe.params.items())
     models = {
@@ -46,7 +47,7 @@ def report_header(plan: Plan) -> dict[str, str]:
     return {
         "method": f"{recipe.method or recipe.task} {params}".strip(),
         **models,
-        "device": "cpu",
+        "device": made.device,
         "versions": versions,
     }
 
@@ -63,7 +64,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _step_dict(step: Step) -> dict[str, Any]:
-    node = step.node if isinstance(step.node, Merged) and step.action == "merged" else None
+    node = step.merge if step.action == "merged" else None
     return {
         "key": step.key,
         "dtype": step.dtype,

@@ -48,6 +48,11 @@ from .text import describe_plan, describe_result, plan_dict, report_header
 @click.option(
     "--mismatch", default="skip", show_default=True, help="Tensors that B lacks: skip (keep A's), zeros or error."
 )
+@click.option(
+    "--allow-mixed-prediction",
+    is_flag=True,
+    help="Merge although only one of A and B has the marker v_pred or ztsnr; A's markers stay.",
+)
 @click.option("--exclude", multiple=True, metavar="P", help="Matching tensors keep A's values; repeatable.")
 @click.option("--include-mode", is_flag=True, help="Merge only what --exclude matches.")
 @discard_option
@@ -138,7 +143,7 @@ def _demo(folder: str, overwrite: bool, debug: bool) -> None:
         make_sample(path, number)
     print(f"made {a} and {b}\n\n$ lib-merge merge {a} {b} --alpha 0.3 -o {out} --report {table} --overwrite")
     made = merge(a, b, out=out, alpha=0.3, report=True, overwrite=True)
-    report.save(made.rows or [], table, out.name, report_header(made.plan))
+    report.save(made.rows or [], table, out.name, report_header(made))
     print(describe_result(made), f"\n\n$ lib-merge verify {out}", sep="")
     found = verify(out)
     print(f"{'verified' if found.ok else 'different'}: {found.compared} tensors are what the recipe says")
@@ -175,5 +180,5 @@ def _finish(work: Callable[[dict[str, Any]], Result], options: dict[str, Any]) -
             raise SystemExit(1)
         return
     if report_path is not None:
-        report.save(made.rows or [], report_path, made.output.name, report_header(made.plan))
+        report.save(made.rows or [], report_path, made.output.name, report_header(made))
     print_json(made.to_dict()) if as_json else print(describe_result(made))

@@ -15,7 +15,7 @@ from ..errors import RecipeError
 from . import _detect
 from ._blocks import OVERRIDES, block_of, blocks_of
 from ._blocks import block_names as _block_names
-from ._components import PREFIXES, component_of
+from ._components import PREFIXES, component_of, is_first_layer
 from ._family import Detected, Family, Kind, Mark, Rule, Sign, Tensors
 from ._kinds import kind_of
 from ._names import Names, Place
@@ -41,6 +41,7 @@ __all__ = [
     "component_of",
     "detect",
     "family",
+    "is_first_layer",
     "kind_of",
     "never_merged",
 ]

@@ -113,6 +113,15 @@ def _adapted(key: str, prefix: str) -> str:
     return component_of(rest)
 
 
+# What takes the latents in; models for inpainting and the like have more input channels there.
+_FIRST_LAYERS = frozenset({"input_blocks.0.0.weight", "conv_in.weight", "img_in.weight"})
+
+
+def is_first_layer(key: str, found: Detected | None = None) -> bool:
+    """True for the denoiser's weight whose input channels tell what it works on; arguments as for `component_of`."""
+    return component_of(key, found) == "unet" and strip_denoiser(key, found) in _FIRST_LAYERS
+
+
 def strip_denoiser(key: str, found: Detected | None = None) -> str:
     """The denoiser tensor's name below its prefix, an adapter's prefix taken off as well."""
     if found is not None and found.kind in ("checkpoint", "denoiser"):

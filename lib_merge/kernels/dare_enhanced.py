@@ -115,7 +115,7 @@ def add_shares(
     formula="A + delta·k·(B − A), k = keep + gamma·(p − keep), keep = 1 with probability p, else 0, "
     "p = (|B − A|/max|B − A|)^alpha, at least beta (alpha below 0.001 counts as 0.001); "
     "rescale: k is divided by p, so that the expected result is A + delta·(B − A)",
-    measures=(Measure(largest_change, largest),),
+    measures=(Measure(largest_change, largest, needed=lambda params: params["delta"] != 0 and params["beta"] < 1),),
     random="element",
     settled="gamma",
     exact_a="delta = 0",

@@ -86,7 +86,7 @@ def _mean(parts: list[MeanPart]) -> Mean:
     ),
     formula="A + k·(B − A), k = gamma·m + (1 − gamma)·(1 with probability m, else 0), "
     f"m = (1 − beta)·s^e + beta·(1 − s)^e, e = 1/alpha − 1, {SIMILARITY}",
-    measures=(Measure(_measure_largest, _largest),),
+    measures=(Measure(_measure_largest, _largest, needed=lambda params: 0 < params["alpha"] < 1),),
     random="element",
     settled="gamma",
     exact_a="alpha = 0",
@@ -119,11 +119,11 @@ def comparative_interpolation(
     Returns:
         The blend, same shape and dtype; at gamma 0 each element has the bits of A or of B.
     """
+    if alpha in (0, 1):
+        return b if alpha else a
     largest = measures[0]
-    if alpha == 0 or largest == 0:
+    if largest == 0:
         return a
-    if alpha == 1:
-        return b
     if math.isinf(largest):
         return undefined(a)
     exponent, wide = exponent_of(alpha), needs_wide(alpha)
@@ -155,7 +155,7 @@ def comparative_interpolation(
     ),
     formula="A + k·(B − A), k = gamma·m + (1 − gamma)·(1 with probability m, else 0), m = s^(1/alpha − 1) where "
     f"mean of s·(1 − beta) < s < mean of s·(1 + beta), else 0; {SIMILARITY}, its mean over the tensor",
-    measures=(Measure(_measure_mean, _mean),),
+    measures=(Measure(_measure_mean, _mean, needed=lambda params: params["alpha"] > 0 and params["beta"] > 0),),
     random="element",
     settled="gamma",
     exact_a="alpha = 0 or beta = 0",
@@ -188,8 +188,10 @@ def enhanced_auto_interp(
     Returns:
         The blend, same shape and dtype; weights outside the band have the bits of A.
     """
+    if alpha == 0 or beta == 0:
+        return a
     largest, mean = measures[0]
-    if alpha == 0 or beta == 0 or largest == 0:
+    if largest == 0:
         return a
     if math.isinf(largest):
         return undefined(a)

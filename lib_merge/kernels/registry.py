@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import itertools
 import math
 import pkgutil
 import sys
@@ -86,11 +87,13 @@ class Measure:
         combine: the parts in the order of the tiles -> the measure. It must not depend on where tiles were cut: a
             maximum, a sum of whole blocks in their order, an exact sum.
         drawn: it needs the method's draws; they are None otherwise.
+        needed: parameters -> False where the method gives its result without it, and without all that follow it.
     """
 
     tile: Callable[..., Any]
     combine: Callable[[list[Any]], Any]
     drawn: bool = False
+    needed: Callable[[Mapping[str, Value]], bool] = lambda params: True
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class Method:
         whole_when: a bool parameter that makes an elementwise method need whole tensors, or empty.
         rows: tiles are whole rows, and tensors come as matrices [rows, columns]: the first dimension against the rest,
             vectors as one column. Blocks of `row_block` rows are never cut.
-        measures: what it must know of the whole tensor first; the function then takes `measures`, their values.
+        measures: what it must know of the whole tensor first; the function then takes `measures`, the values of those
+            that `needed_measures` names.
         random: the function takes `draws` (see `kernels.random`): of each `element` of its tile, or the first of the
             whole `tensor`, the same for every tile; empty for methods without chance.
         settled: a parameter whose value 1 leaves nothing to chance, so that `draws` is None; empty where there is none.
@@ -165,6 +169,10 @@ class Method:
     def needs_draws(self, params: Mapping[str, Value]) -> bool:
         """True when chance plays a part with these parameters."""
         return bool(self.random) and not (self.settled and params[self.settled] == 1)
+
+    def needed_measures(self, params: Mapping[str, Value]) -> tuple[Measure, ...]:
+        """What must be known of the whole tensor with these parameters; the function takes only their values."""
+        return tuple(itertools.takewhile(lambda measure: measure.needed(params), self.measures))
 
     def needs_whole(self, params: Mapping[str, Value]) -> bool:
         """True when these parameters need whole tensors."""

@@ -46,8 +46,12 @@ class Gate(NamedTuple):
         return self.largest == 0 or (self.open is not None and not bool(self.open.any()))
 
 
+def _is_limited(lower: float, upper: float) -> bool:
+    return lower > 0 or upper < 1
+
+
 def _measure_columns(a: Tensor, b: Tensor, lower: float, upper: float, wide: bool) -> GatePart:
-    limited = lower > 0 or upper < 1
+    limited = _is_limited(lower, upper)
     rows, columns = a.shape
     size = row_block(columns)
     sums = room("sums", a[::size], torch.float64)
@@ -104,6 +108,11 @@ def _mask(gate: Gate, like: Tensor) -> Tensor | None:
         Measure(
             lambda a, b, *, alpha, beta, gamma, **_: _measure_columns(a, b, beta, gamma, needs_wide(alpha)),
             _open_columns,
+            needed=lambda params: (
+                params["alpha"] > 0
+                and params["beta"] < params["gamma"]
+                and (params["alpha"] < 1 or _is_limited(params["beta"], params["gamma"]))
+            ),
         ),
     ),
     random="element",
@@ -141,11 +150,13 @@ def enhanced_man_interp(
     Returns:
         The blend, same shape and dtype; closed columns have the bits of A.
     """
-    gate = measures[0]
-    if alpha == 0 or gate.closed:
+    if alpha == 0 or beta >= gamma:
         return a
-    if alpha == 1 and gate.open is None:
+    if alpha == 1 and not _is_limited(beta, gamma):
         return b
+    gate = measures[0]
+    if gate.closed:
+        return a
     if math.isinf(gate.largest):
         return undefined(a)
     if alpha == 1:
@@ -177,7 +188,15 @@ def enhanced_man_interp(
     "first dimension",
     rows=True,
     measures=(
-        Measure(lambda a, b, *, beta, gamma, **_: _measure_columns(a, b, gamma, beta, wide=False), _open_columns),
+        Measure(
+            lambda a, b, *, beta, gamma, **_: _measure_columns(a, b, gamma, beta, wide=False),
+            _open_columns,
+            needed=lambda params: (
+                params["alpha"] > 0
+                and params["gamma"] < params["beta"]
+                and _is_limited(params["gamma"], params["beta"])
+            ),
+        ),
     ),
     exact_arithmetic=True,
     exact_a="alpha = 0, or no column lies between the limits (as with gamma ≥ beta)",
@@ -203,8 +222,12 @@ def weight_sum_cutoff(
     Returns:
         The blend, same shape and dtype; closed columns have the bits of A.
     """
+    if alpha == 0 or gamma >= beta:
+        return a
+    if not _is_limited(gamma, beta):
+        return b if alpha == 1 else a.sub_(torch.sub(a, b, out=b).mul_(alpha).add_(0.0))  # A − 0.0 has the bits of A
     gate = measures[0]
-    if alpha == 0 or gate.closed:
+    if gate.closed:
         return a
     if math.isinf(gate.largest) and alpha < 1:
         return undefined(a)

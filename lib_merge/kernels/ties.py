@@ -7,7 +7,7 @@ their bits: a first pass counts them by their upper half, a second one looks int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..lazy import torch
 from .arithmetic import as_bits, chosen_or, mask_below, step_towards
 from .dare_enhanced import add_shares, keep_share, largest, largest_change
 from .random import STEPS, threshold
-from .registry import Measure, Param, merge_method
+from .registry import Measure, Param, Value, merge_method
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,11 +80,14 @@ def _find_limit(parts: list[Candidates | None]) -> int | None:
     return int(bits[order[np.searchsorted(upto, known[0].smaller, side="right")]])
 
 
-def _limit_measures(changes_of: Callable[..., Changes | None]) -> tuple[Measure, Measure]:
+def _limit_measures(
+    changes_of: Callable[..., Changes | None], needed: Callable[[Mapping[str, Value]], bool]
+) -> tuple[Measure, Measure]:
     """Two measures: the bin of the limit, then its bits.
 
     Args:
-        changes_of: takes what the method takes; gives the changes it makes before trimming, None where it trims none.
+        changes_of: takes what the method takes; gives the changes it makes before trimming, None where it makes none.
+        needed: parameters -> whether something is trimmed.
     """
 
     def count(*operands: Tensor, **settings: Any) -> Histogram | None:
@@ -104,16 +107,18 @@ def _limit_measures(changes_of: Callable[..., Changes | None]) -> tuple[Measure,
         found, counts = np.unique(bits[at[kept(at)]], return_counts=True)
         return Candidates(wanted.smaller, found, counts.astype(np.uint32))
 
-    return Measure(count, _find_bin, drawn=True), Measure(gather, _find_limit, drawn=True)
+    steps = ((count, _find_bin), (gather, _find_limit))
+    first, second = (Measure(tile, combine, drawn=True, needed=needed) for tile, combine in steps)
+    return first, second
 
 
-def _survivors(
-    a: Tensor, b: Tensor, alpha: float, beta: float, gamma: float, draws: Tensor, **_: Any
-) -> Changes | None:
+def _trims(params: Mapping[str, Value]) -> bool:
+    return 0 < params["beta"] < 1 and params["gamma"] != 0 and threshold(1 - params.get("alpha", 0)) > 0
+
+
+def _survivors(a: Tensor, b: Tensor, alpha: float, draws: Tensor, **_: Any) -> Changes:
     limit = threshold(1 - alpha)
-    if limit == 0 or beta in (0, 1) or gamma == 0:
-        return None
-    bits, drawn = as_bits(torch.sub(b, a).abs_()).reshape(-1).numpy(), draws.reshape(-1).numpy()
+    bits, drawn = as_bits(torch.sub(b, a).abs_()).reshape(-1).cpu().numpy(), draws.reshape(-1).cpu().numpy()
     return bits, lambda at: (bits[at] > 0) & (drawn[at] < limit)
 
 
@@ -129,7 +134,7 @@ def _survivors(
     ),
     formula="A + gamma·keep·trim·(B − A)/(1 − alpha), keep = 1 with probability 1 − alpha, else 0; of the n changes "
     "kept that are not 0, trim = 0 for the beta·n smallest (rounded down; those equal to the next one stay), else 1",
-    measures=_limit_measures(_survivors),
+    measures=_limit_measures(_survivors, _trims),
     random="element",
     exact_arithmetic=True,
     exact_a="alpha = 1, beta = 1 or gamma = 0",
@@ -182,9 +187,9 @@ def _kept_change(a: Tensor, b: Tensor, **settings: Any) -> tuple[Tensor, Tensor]
 
 
 def _kept(a: Tensor, b: Tensor, **settings: Any) -> Changes | None:
-    if settings["beta"] in (0, 1) or settings["gamma"] == 0 or settings["measures"][0] == 0:
+    if settings["measures"][0] == 0:
         return None
-    bits = as_bits(_kept_change(a, b, **settings)[0].abs_()).reshape(-1).numpy()
+    bits = as_bits(_kept_change(a, b, **settings)[0].abs_()).reshape(-1).cpu().numpy()
     return bits, lambda at: bits[at] > 0
 
 
@@ -203,7 +208,16 @@ def _kept(a: Tensor, b: Tensor, **settings: Any) -> Changes | None:
     formula="A + gamma·trim·k·(B − A), k = keep + zeta·(p − keep), keep = 1 with probability p, else 0, "
     "p = (|B − A|/max|B − A|)^delta, at least epsilon (delta below 0.001 counts as 0.001); trim = 0 for the beta·n "
     "smallest (rounded down; those equal to the next one stay) of the n products k·(B − A) that are not 0, else 1",
-    measures=(Measure(largest_change, largest), *_limit_measures(_kept)),
+    measures=(
+        Measure(
+            largest_change,
+            largest,
+            needed=lambda params: (
+                params["gamma"] != 0 and params["beta"] < 1 and (params["beta"] > 0 or params["epsilon"] < 1)
+            ),
+        ),
+        *_limit_measures(_kept, _trims),
+    ),
     random="element",
     settled="zeta",
     exact_a="beta = 1 or gamma = 0",

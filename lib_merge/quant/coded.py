@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FP8 = ("F8_E4M3", "F8_E5M2")
+from . import fp8
+
+_FP8 = tuple(fp8.FORMATS)
 HINT = "merge the 16-bit version of the model instead"
 
 
@@ -41,17 +43,7 @@ SIDES = (
     Side(".SCB", ".weight", ("I8",), "int8 (bitsandbytes)"),
     *(Side(ending, ".qweight", ("I32",), "GPTQ/AWQ") for ending in (".qweight", ".qzeros", ".scales", ".g_idx")),
     *(Side(ending, ".weight", ("U32",), "MLX affine") for ending in (".scales", ".biases")),
-    *(
-        Side(ending, ".weight", _FP8, "scaled fp8")
-        for ending in (
-            ".scale_weight",
-            ".scale_input",
-            ".weight_scale",
-            ".weight_scale_inv",
-            ".input_scale",
-            ".comfy_quant",
-        )
-    ),
+    *(Side(f".{ending}", ".weight", _FP8, "scaled fp8") for ending in (*fp8.SCALES, *fp8.SIDES)),
     *(Side(ending, ".weight", ("I8",), "scaled int8") for ending in (".weight_scale", ".weight_zero_point")),
     *(Side(ending, ".weight", ("U8",), "NVFP4") for ending in (".weight_scale", ".weight_scale_2", ".input_scale")),
     *(
@@ -89,6 +81,6 @@ def coded_tensors(dtypes: Mapping[str, str]) -> dict[str, str]:
             weight = key.removesuffix(side.ending) + side.weight
             if weight in dtypes and (not side.dtypes or dtypes[weight] in side.dtypes):
                 found[key] = found[weight] = side.storage
-    if any(key.endswith("scaled_fp8") for key in dtypes):
+    if any(key.endswith(fp8.MARKER) for key in dtypes):
         found.update({key: "scaled fp8" for key, dtype in dtypes.items() if dtype in _FP8})
     return found

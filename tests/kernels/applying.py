@@ -124,7 +124,7 @@ def apply(
         pieces.append((low, [part.reshape(-1, columns) for part in piece] if method.rows else piece))
     key = stream_key(seed, name)
     measures: list[object] = []
-    for measure in method.measures:
+    for measure in method.needed_measures(values):
         parts = [measure.tile(*piece, **named(method, piece, values, key, low, measures)) for low, piece in pieces]
         measures.append(measure.combine(parts))
     results = [_call(method, piece, values, key, low, measures).reshape(-1) for low, piece in pieces]
