@@ -29,6 +29,12 @@ def fold_mid(mid: Tensor, down: Tensor) -> Tensor:
     return torch.movedim(product, -1, 1).reshape(mid.shape[0], -1)
 
 
+def kron(left: Tensor, right: Tensor) -> Tensor:
+    """Kronecker product of two matrices; torch's own refuses some transposed columns."""
+    product = left[:, None, :, None] * right[None, :, None, :]
+    return product.reshape(left.shape[0] * right.shape[0], left.shape[1] * right.shape[1])
+
+
 def scale_of(parts: Parts, settings: Settings, rank: int) -> float:
     """What multiplies the product of the factors at strength 1: the stored `scale`, or alpha/r.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MergeError
 from ..lazy import torch
-from ._algebra import flat, fold_mid, scale_of, shaped, size
+from ._algebra import flat, fold_mid, kron, scale_of, shaped, size
 from ._registry import Format, Parts, Settings, Shape, Shapes, register
 
 if TYPE_CHECKING:
@@ -76,16 +76,14 @@ def _side(parts: Parts, number: int) -> Tensor:
 
 def delta(parts: Parts, settings: Settings, shape: Shape) -> Tensor:
     """γ·w1⊗w2 (Edalati et al. 2022, arXiv:2212.10650); a kernel stays with the columns of w2."""
-    return shaped(
-        torch.kron(_side(parts, 1).contiguous(), _side(parts, 2).contiguous()) * _scale(parts, settings), shape
-    )
+    return shaped(kron(_side(parts, 1), _side(parts, 2)) * _scale(parts, settings), shape)
 
 
 def factors(parts: Parts, settings: Settings) -> tuple[Tensor, Tensor]:
     """(a·b)⊗(c·d) = (a⊗c)·(b⊗d): exact, of the product of both ranks."""
     (left1, right1), (left2, right2) = _split(parts, 1), _split(parts, 2)
-    up = torch.kron(left1.contiguous(), left2.contiguous()) * _scale(parts, settings)
-    return up, torch.kron(right1.contiguous(), right2.contiguous())
+    up = kron(left1, left2) * _scale(parts, settings)
+    return up, kron(right1, right2)
 
 
 def complete(shapes: Shapes) -> bool:

@@ -63,3 +63,26 @@ def baked(weight: torch.Tensor, pieces: list[Piece], tensors: dict[str, torch.Te
             else:
                 weight = format.apply(weight, parts, piece.settings, strength)
     return weight
+
+
+MORE = sorted(path.stem for path in (ROOT / "more").glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Single:
+    base: torch.Tensor
+    expected: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    adapter: Adapter
+    strength: float
+
+
+def load_more(name: str) -> Single:
+    path = ROOT / "more" / f"{name}.safetensors"
+    held = load_file(path)
+    shapes, info = header(path)
+    start = "adapter."
+    tensors = {key.removeprefix(start): shapes[key] for key in shapes if key.startswith(start)}
+    adapter = read(tensors, json.loads(info["metadata"]), json.loads(info["config"]) or None)
+    parts = {key: held[start + key] for key in tensors}
+    return Single(held["base"].double(), held["expected"], parts, adapter, float(info["strength"]))

@@ -85,3 +85,18 @@ def test_strength_0_is_the_base(name):
             continue
         weight = case.base[target].double()
         assert torch.equal(format.apply(weight, golden.parts_of(piece, case.tensors), piece.settings, 0.0), weight)
+
+
+@pytest.mark.parametrize("name", golden.MORE)
+def test_formats_that_are_seldom_met(name):
+    case = golden.load_more(name)
+    assert case.adapter.leftover == ()
+    wanted = "bias" if name.endswith("_bias") else None
+    for param in ("gate_up_proj", "down_proj"):
+        wanted = param if param in name else wanted
+    pieces = [piece for piece in case.adapter.pieces if piece.param == (wanted or "weight")]
+    assert len(pieces) == 1
+    got = golden.baked(case.base, pieces, case.tensors, case.strength)
+    limit = 5e-7 if case.expected.dtype == torch.float32 else 1e-12
+    assert (got - case.expected).norm() / case.expected.norm() <= limit
+    assert (got - case.base).norm() / case.base.norm() > 1e-3
