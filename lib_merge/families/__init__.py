@@ -18,8 +18,9 @@ from ._blocks import block_names as _block_names
 from ._components import PREFIXES, component_of, is_first_layer
 from ._family import Detected, Family, Kind, Mark, Rule, Sign, Tensors
 from ._kinds import kind_of
-from ._names import Names, Place
+from ._names import Names
 from ._never import never_merged
+from ._places import Place, Written
 
 __all__ = [
     "FAMILIES",
@@ -34,6 +35,7 @@ __all__ = [
     "Rule",
     "Sign",
     "Tensors",
+    "Written",
     "block_names",
     "block_of",
     "blocks_of",

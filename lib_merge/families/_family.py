@@ -117,6 +117,7 @@ class Family:
         names: what others call its modules.
         kohya: whose module names kohya's trainers use for it.
         root: what diffusers calls the denoiser.
+        encoders: its text encoders, in diffusers' order: "te1" and "te2" are CLIPs, "t5", "lm" a language model.
     """
 
     id: str
@@ -137,6 +138,7 @@ class Family:
     names: tuple[Alias, ...] = ()
     kohya: Literal["native", "diffusers"] = "native"
     root: Literal["transformer", "unet"] = "transformer"
+    encoders: tuple[str, ...] = ("lm",)
 
 
 @dataclass(frozen=True)

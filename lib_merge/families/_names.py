@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from ._alias import BARE, Post, Shares, Span, Table, squash
-from ._family import Detected, Family, Tensors
-from ._paths import component, read_key, read_stem, wrapped_in
+from ._alias import BARE, Span, squash
+from ._family import Detected, Tensors
+from ._naming import Naming, spellings, written
+from ._paths import PARAMS, component, read_key, read_stem, split_param, wrapped_in
+from ._places import Place, Written, cut, joined
 from ._wrappers import endings, unwrapped
 from .text_encoder import NAMES as ENCODER_NAMES
 
-Rows = tuple[int, int]
-
-# Parameters that modules have; anything else is a parameter by itself.
-_PARAMS = ("weight", "bias", "scale", "gamma", "beta")
 # Which stored parameter answers a question for one, best first; "" is a parameter by itself.
 _STORED = {"weight": ("weight", "scale", "gamma", ""), "bias": ("bias", "beta"), "scale": ("scale", "weight")}
-_IN_PROJ = re.compile(r"(.*\.in_proj)_(weight|bias)$")
-# Other spellings of a path, tried in this order when the path itself is not known.
-_SPELLINGS = tuple(
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (r"_lora$", ""),
-        (r"\.processor(?=\.)", ""),
-        (r"\.processor\.(to_\w+?)(?:_lora)?$", r".\1"),
-        (r"([._]to_out)(?:_lora)?$", r"\1.0"),
-        (r"\.processor\.(to_out)(?:_lora)?$", r".\1.0"),
-        (r"^sformer_blocks\.", "transformer_blocks."),
-    )
-)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a module's change goes.
-
-    Attributes:
-        key: full tensor name in the model.
-        rows: (start, count) of the stored tensor's output rows that are meant; None: all.
-        part: (start, count) of the adapter module's own output rows that go there; None: all.
-        post: done to the module's change before it is added: halves of the output axis swapped, or transposed.
-    """
-
-    key: str
-    rows: Rows | None = None
-    part: Rows | None = None
-    post: Post = ""
 
 
 class _Module(NamedTuple):
@@ -81,7 +48,7 @@ class Names:
     def __init__(self, tensors: Tensors, found: Detected | None = None) -> None:
         self._tensors = tensors
         self._found = found or Detected()
-        self._tables = {"unet": _table(self._found.family), "unet2": _table(self._found.family)}
+        self._naming = Naming(self._found.family)
         self._own: dict[tuple[str, str], _Module] = {}
         self._natives: dict[tuple[str, str], list[_Module]] = defaultdict(list)
         self._highest: dict[str, int] = {}
@@ -97,11 +64,72 @@ class Names:
             param: which parameter of it; "" when the stem is the parameter's full name itself.
         """
         for slot, path in read_stem(stem, self._found):
-            for spelling in _spellings(path):
+            for spelling in spellings(path):
                 for asked, wanted in _questions(spelling, param):
                     if places := self._places(slot, asked, wanted):
                         return places
         return self._by_suffix(stem, param)
+
+    def write(self, key: str, style: str) -> tuple[Written, ...]:
+        """The module names of a tensor, in the order of its rows; `find` leads from each of them back to it.
+
+        Args:
+            key: full tensor name in the model: a weight or a bias.
+            style: "kohya", "diffusers" or "peft".
+
+        Returns:
+            empty when the style has no names for that part of the model.
+        """
+        slot, name = read_key(key, self._found)
+        path, _ = split_param(name)
+        if self._found.kind == "llm":
+            return (Written(f"base_model.model.{split_param(key)[0].removeprefix(BARE)}"),) if style == "peft" else ()
+        head = self._naming.head(slot, style)
+        if head is None:
+            return ()
+        module = self._own[slot, squash(path)]
+        shape = self._tensors[key][1]
+        found = []
+        for own in self._current(module.spans):
+            others = self._naming.named(slot, own.native, style)
+            kept = self._current([span for _, span in others])
+            for other, span in others:
+                common = cut(span.rows, own.rows, shape[0] if shape else 1)
+                if common is not None and span in kept:
+                    post = joined(span.post, own.post)
+                    found.append(Written(written(head, other, style), common.rows, common.part, post))
+        return tuple(sorted(found, key=lambda item: item.rows or (0, 0))) or (Written(written(head, path, style)),)
+
+    def doubles(self, stems: Iterable[str]) -> dict[str, str]:
+        """Modules of one adapter that change rows which another of its modules changes already.
+
+        Some files hold the fused and the split copy of the same modules; only one of them counts: the one with more
+        rows, then the first in the file.
+
+        Args:
+            stems: the adapter's modules of one format, in the order of the file.
+
+        Returns:
+            module to leave out -> module that is kept.
+        """
+        ranges = {stem: self._ranges(self.find(stem)) for stem in stems}
+        taken: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        left_out: dict[str, str] = {}
+        for stem in sorted(ranges, key=lambda stem: -sum(stop - start for _, start, stop in ranges[stem])):
+            own = ranges[stem]
+            hits = (name for key, start, stop in own for low, high, name in taken[key] if start < high and low < stop)
+            if (kept := next(hits, None)) is not None:
+                left_out[stem] = kept
+                continue
+            for key, start, stop in own:
+                taken[key].append((start, stop, stem))
+        return left_out
+
+    def _ranges(self, places: Sequence[Place]) -> list[tuple[str, int, int]]:
+        """(tensor, first row, row behind the last) of some places."""
+        shapes = {place.key: self._tensors[place.key][1] for place in places}
+        ends = [(place.key, *(place.rows or (0, (shapes[place.key] or (1,))[0]))) for place in places]
+        return [(key, start, start + count) for key, start, count in ends]
 
     def component(self, stem: str) -> str:
         """The part of the model that an adapter's module belongs to: "unet" (any denoiser), "te1" …, "llm"."""
@@ -109,27 +137,25 @@ class Names:
 
     def _enter(self, key: str) -> None:
         slot, name = read_key(key, self._found)
-        path, param = _split(name)
+        path, param = split_param(name)
         place = (slot, squash(path))
         if place not in self._own:
-            spans = self._table(slot).spans(path)
+            table = self._naming.table(slot)
+            spans = table.spans(path)
             self._own[place] = module = _Module(slot, path, {}, spans)
             for native in {squash(span.native) for span in spans}:
                 self._natives[slot, native].append(module)
             for span in spans:
-                if span.row.native in self._table(slot).counted:
+                if span.row.native in table.counted:
                     self._highest[span.row.native] = max(self._highest.get(span.row.native, 0), int(span.numbers[0]))
         self._own[place].keys[param] = key
-
-    def _table(self, slot: str) -> Table:
-        return self._tables.get(slot) or _ENCODERS
 
     def _places(self, slot: str, path: str, param: str) -> tuple[Place, ...]:
         """Places by the exact path, dotted or squashed."""
         own = self._own.get((slot, squash(path)))
         if own is not None and (stored := _stored(own, param)) is not None:
             return (Place(own.keys[stored]),)
-        for span in self._current(self._table(slot).spans(path)):
+        for span in self._current(self._naming.table(slot).spans(path)):
             modules = self._natives.get((slot, squash(span.native)), ())
             found = [item for module in modules for item in self._shared(span, module, param)]
             # A module whose rows only partly have a place here is not this model's.
@@ -155,15 +181,15 @@ class Names:
         for own in self._current(module.spans):
             if squash(own.native) != squash(span.native):
                 continue
-            post: Post = own.post if not span.post else ("" if own.post else span.post)
-            cut = _cut(span.rows, own.rows, shape[0] if shape else 1)
-            if cut is not None:
-                yield cut.share, Place(key, cut.rows, cut.part, post)
+            common = cut(span.rows, own.rows, shape[0] if shape else 1)
+            if common is not None:
+                yield common.share, Place(key, common.rows, common.part, joined(span.post, own.post))
 
     def _by_suffix(self, stem: str, param: str) -> tuple[Place, ...]:
         """Places by the end of the path, when a wrapper stands before the adapter's names or the model's."""
-        for path in unwrapped(stem, _heads()):
-            found = {self._places(slot, path, param) for slot in wrapped_in(stem)} - {()}
+        slots = wrapped_in(stem)
+        for path in unwrapped(next(read_stem(stem, self._found))[1], _heads()) if slots else ():
+            found = {self._places(slot, path, param) for slot in slots} - {()}
             if found:
                 return found.pop() if len(found) == 1 else ()
         if self._found.family is not None and self._found.kind != "llm":
@@ -184,68 +210,14 @@ class Names:
         return self._ends
 
 
-class _Cut(NamedTuple):
-    rows: Rows | None
-    part: Rows | None
-    share: Fraction
-
-
-def _cut(asked: Shares, own: Shares, length: int) -> _Cut | None:
-    """The rows that two shares of one native module have in common.
-
-    Args:
-        asked: what a name stands for.
-        own: what a stored tensor of `length` rows holds.
-        length: rows of the stored tensor.
-
-    Returns:
-        the common rows as rows of the stored tensor and as rows of the named module, None where they are all of it,
-        and their share of the named module; or None when nothing is common or the rows cannot be cut so.
-    """
-    fine = asked[2] * own[2]
-    asked_start, asked_stop = asked[0] * own[2], (asked[0] + asked[1]) * own[2]
-    own_start, own_stop = own[0] * asked[2], (own[0] + own[1]) * asked[2]
-    start, stop = max(asked_start, own_start), min(asked_stop, own_stop)
-    if start >= stop:
-        return None
-    whole, rest = divmod(length * fine, own_stop - own_start)  # rows of the native module
-    if rest:
-        return None
-    ends = [divmod(edge * whole, fine) for edge in (start, stop, own_start, asked_start)]
-    if any(rest for _, rest in ends):
-        return None
-    first, last, own_first, asked_first = (edge for edge, _ in ends)
-    rows = None if (start, stop) == (own_start, own_stop) else (first - own_first, last - first)
-    part = None if (start, stop) == (asked_start, asked_stop) else (first - asked_first, last - first)
-    return _Cut(rows, part, Fraction(stop - start, asked_stop - asked_start))
-
-
-def _split(name: str) -> tuple[str, str]:
-    """(module path, parameter) of a tensor's path; a parameter by itself gets `=` in front."""
-    path, _, param = name.rpartition(".")
-    if path and param in _PARAMS:
-        return path, param
-    if found := _IN_PROJ.match(name):
-        return found[1], found[2]
-    return BARE + name, ""
-
-
 def _stored(module: _Module, param: str) -> str | None:
     """The parameter of a module that answers for `param`; None: it has none."""
     return next((name for name in _STORED.get(param, (param,)) if name in module.keys), None)
 
 
-def _spellings(path: str) -> Iterator[str]:
-    yield path
-    for pattern, text in _SPELLINGS:
-        other = pattern.sub(text, path)
-        if other != path:
-            yield other
-
-
 def _questions(path: str, param: str) -> Iterator[tuple[str, str]]:
     """(path, parameter) to look up, best first."""
-    if param in _PARAMS:
+    if param in PARAMS:
         yield path, param
         if param == "weight":
             yield BARE + path, ""
@@ -254,25 +226,18 @@ def _questions(path: str, param: str) -> Iterator[tuple[str, str]]:
         yield f"{BARE}{path}.{param}", ""
         return
     yield BARE + path, ""
-    module, own = _split(path)
+    module, own = split_param(path)
     if own:
         yield module, own
 
 
-@lru_cache(maxsize=64)
-def _table(family: Family | None) -> Table:
-    return Table(family.names if family else ())
-
-
 @lru_cache(maxsize=1)
-def _heads() -> frozenset[str]:
+def _heads() -> re.Pattern[str]:
     """The first words of every family's own paths: what stands there is no wrapper."""
     from . import FAMILIES
 
     starts = [row.start for family in FAMILIES for row in family.rules]
     rows = [row for family in FAMILIES for row in family.names] + list(ENCODER_NAMES)
     starts += [path.lstrip(BARE) for row in rows for path in (row.name, row.native)]
-    return frozenset(start.split(".")[0] for start in starts)
-
-
-_ENCODERS = Table(ENCODER_NAMES)
+    words = {start.split(".")[0] for start in starts} - {""}
+    return re.compile(rf"(?:{'|'.join(map(re.escape, sorted(words)))})(?:[._]|$)")

@@ -9,9 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ._alias import BARE
 from ._components import component_of, strip_denoiser
 from ._family import Detected
 
+# Parameters that modules have; anything else is a parameter by itself.
+PARAMS = ("weight", "bias", "scale", "gamma", "beta")
+_IN_PROJ = re.compile(r"(.*\.in_proj)_(weight|bias)$")
 # A text encoder's start, in models and in adapters.
 _ENCODER = re.compile(
     r"(?:cond_stage_model\.|conditioner\.embedders\.\d+\.|(?:text_encoders\.)?(?:clip_[lgh]|t5xxl)\.|text_encoders\.\w+\."
@@ -85,6 +89,16 @@ def wrapped_in(stem: str) -> tuple[str, ...]:
     if _part(stem) not in ("unet", "llm"):
         return ()
     return ("unet", "lm") if _DENOISER.match(stem) else ("unet", "lm", "te1", "te2", "t5")
+
+
+def split_param(name: str) -> tuple[str, str]:
+    """(module path, parameter) of a tensor's path; a parameter by itself gets `=` in front."""
+    path, _, param = name.rpartition(".")
+    if path and param in PARAMS:
+        return path, param
+    if found := _IN_PROJ.match(name):
+        return found[1], found[2]
+    return BARE + name, ""
 
 
 def component(slot: str, found: Detected) -> str:

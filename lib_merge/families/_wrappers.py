@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Iterator
 
 # The least that tells a module: a name alone, such as `proj_out`, could be anything's.
 PARTS = 2
 
 
-def unwrapped(stem: str, heads: Collection[str]) -> Iterator[str]:
-    """What may be left of an adapter's stem when the words in front are taken off, one by one.
+def unwrapped(path: str, heads: re.Pattern[str]) -> Iterator[str]:
+    """What may be left of an adapter's path when the words in front are taken off, one by one.
 
     Args:
-        stem: dotted or squashed.
-        heads: first words of real paths; nothing is taken off these.
+        path: dotted or squashed, behind the prefixes that are known.
+        heads: matches real paths at their start; nothing is taken off these.
     """
-    separator = "." if "." in stem else "_"
-    parts = stem.split(separator)
+    separator = "." if "." in path else "_"
+    parts = path.split(separator)
     for start in range(1, len(parts) - PARTS + 1):
-        left = separator.join(parts[start - 1 :])
-        if parts[start - 1].isdecimal() or _starts(left.replace(".", "_"), heads):
+        if parts[start - 1].isdecimal() or heads.match(separator.join(parts[start - 1 :])):
             return
         yield separator.join(parts[start:])
-
-
-def _starts(squashed: str, heads: Collection[str]) -> bool:
-    return any(squashed.startswith(f"{head}_") for head in heads if head)
 
 
 def endings(path: str) -> Iterator[str]:

@@ -142,6 +142,7 @@ FAMILIES = (
         named=("T5",),
         adapter=(Mark(r"distilled_guidance_layer"),),
         names=(*_FLUX_NAMES, *_GUIDANCE_NAMES),
+        encoders=("t5",),
     ),
     Family(
         "flux",
@@ -164,5 +165,6 @@ FAMILIES = (
         named=("CLIP", "T5"),
         adapter=(Mark(_NATIVE), Mark(_DIFFUSERS), Mark(r"(?:double|single)_blocks.\d+.processor")),
         names=_FLUX_NAMES,
+        encoders=("te1", "t5"),
     ),
 )

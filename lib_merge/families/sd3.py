@@ -67,4 +67,5 @@ FAMILY = Family(
     rules=(*numbered("J", "joint_blocks", "transformer_blocks"), *OUT_RULES),
     adapter=(Mark(r"joint_blocks.\d"), Mark(r"transformer_blocks.\d+.attn.add_[qkv]_proj", (1536, 2432))),
     names=_NAMES,
+    encoders=("te1", "te2", "t5"),
 )

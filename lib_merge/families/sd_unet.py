@@ -135,6 +135,7 @@ FAMILIES = (
         adapter=_adapter(2048),
         names=unet_names(3, plain_top=False),
         root="unet",
+        encoders=("te1", "te2"),
     ),
     Family(
         "sdxl_refiner",
@@ -153,6 +154,7 @@ FAMILIES = (
         adapter=_adapter(1280),
         names=_FOUR_LEVELS,
         root="unet",
+        encoders=("te1",),
     ),
     Family(
         "sd2",
@@ -168,6 +170,7 @@ FAMILIES = (
         names=_FOUR_LEVELS,
         kohya="diffusers",
         root="unet",
+        encoders=("te1",),
     ),
     Family(
         "sd1",
@@ -186,6 +189,7 @@ FAMILIES = (
         names=_FOUR_LEVELS,
         kohya="diffusers",
         root="unet",
+        encoders=("te1",),
     ),
     Family(
         "unet",
@@ -203,5 +207,6 @@ FAMILIES = (
         names=_FOUR_LEVELS,
         kohya="diffusers",
         root="unet",
+        encoders=("te1",),
     ),
 )

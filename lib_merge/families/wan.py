@@ -68,4 +68,5 @@ FAMILY = Family(
         Mark(r"blocks.\d+.attn[12].(?:to_|add_)"),
     ),
     names=_NAMES,
+    encoders=("t5",),
 )

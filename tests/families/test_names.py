@@ -16,6 +16,7 @@ pytestmark = pytest.mark.portable
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 LDM = "model.diffusion_model."
+TOPOLOGIES = sorted(path.name.removesuffix(".json.gz") for path in DATA.joinpath("topologies").iterdir())
 
 
 def load(path):
