@@ -16,6 +16,7 @@ from .errors import (
 )
 from .events import CancelToken, Progress
 from .execute import Result
+from .fold import Checked, Folded, Reproduced, fold, fold_check, quantizer_check
 from .inspection import inspect
 from .job import Job
 from .merge import convert, merge, run
@@ -27,8 +28,10 @@ from .version import __version__
 __all__ = [
     "CancelToken",
     "CancelledError",
+    "Checked",
     "Comparison",
     "FileError",
+    "Folded",
     "Job",
     "MergeError",
     "NumberError",
@@ -39,14 +42,18 @@ __all__ = [
     "Progress",
     "Recipe",
     "RecipeError",
+    "Reproduced",
     "Result",
     "Verified",
     "__version__",
     "compare",
     "convert",
+    "fold",
+    "fold_check",
     "inspect",
     "make_plan",
     "merge",
+    "quantizer_check",
     "run",
     "verify",
 ]

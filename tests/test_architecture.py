@@ -22,7 +22,7 @@ HOST_ENTRY = "scripts.merge_tab"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "lazy", "events", "memory", "version", "wording"),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
-    ("buffers", "devices", "report_charts", "pairs"),
+    ("buffers", "crew", "devices", "report_charts", "pairs"),
     ("report_html",),
     ("recipe", "report", "job", "steps"),
     (
@@ -46,6 +46,7 @@ EXCEPTIONS = {("cli", "app"): "the command `lib-merge app` starts it"}
 TORCH_BELOW = {"lazy", "kernels", "adapters", "quant", "files"}
 TORCH_ABOVE = {
     "buffers",
+    "crew",
     "devices",
     "contrast",
     "worker",

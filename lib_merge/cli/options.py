@@ -37,8 +37,7 @@ dtype_options = options(
     click.option("--override-dtype", is_flag=True, help="Force every float tensor to --save-dtype."),
     click.option("--metadata", metavar="JSON", help="Extra header metadata, a JSON object."),
 )
-writing_options = options(
-    click.option("-o", "--output", required=True, metavar="OUT", help="File (.safetensors) to write, or folder."),
+running_options = options(
     click.option("--report", "report_path", metavar="FILE", help="Write a per-tensor report: .csv, .json or .html."),
     click.option("--overwrite", is_flag=True, help="Replace an existing output."),
     click.option("--number", is_flag=True, help="Write NAME_1, NAME_2 … where the output exists."),
@@ -51,4 +50,8 @@ writing_options = options(
     click.option("--strict", is_flag=True, help="Warnings count as errors."),
     json_option,
     debug_option,
+)
+writing_options = options(
+    click.option("-o", "--output", required=True, metavar="OUT", help="File (.safetensors) to write, or folder."),
+    running_options,
 )

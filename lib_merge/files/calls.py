@@ -56,6 +56,11 @@ def open_write(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o666)
 
 
+def open_existing(path: Path) -> int:
+    """File descriptor of a file that exists, for writing; the caller closes it."""
+    return os.open(path, os.O_RDWR | _BINARY)
+
+
 def _preadv(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -15,8 +14,9 @@ from ..errors import FileError, OutputError
 from . import calls
 from .dtypes import DTYPES, nbytes
 from .header import encode_header, read_header
+from .publish import give_name, output_errors, sync_folder
 from .source import Source
-from .temporary import remove, replace_folder, temporary_beside
+from .temporary import remove, temporary_beside
 
 _WRITEBACK_BYTES = 32 << 20
 
@@ -91,10 +91,10 @@ class FileSink:
         self._place: dict[str, tuple[int, int]] = {}
         try:
             if folder:
-                with _output_errors(self.target):
+                with output_errors(self.target):
                     os.mkdir(self.temporary)
             for spec in parts:
-                with _output_errors(self._final(spec)):
+                with output_errors(self._final(spec)):
                     self._create(spec)
         except BaseException:
             self.discard()
@@ -130,7 +130,7 @@ class FileSink:
         """
         number, start = self._place[key]
         part = self._parts[number]
-        with _output_errors(self._final(part.spec), key):
+        with output_errors(self._final(part.spec), key):
             calls.CALLS.write_at(part.fd, view, start + offset)
             self._write_back(part, start + offset, len(view))
 
@@ -147,7 +147,7 @@ class FileSink:
             return
         number, start = self._place[key]
         part = self._parts[number]
-        with _output_errors(self._final(part.spec), key):
+        with output_errors(self._final(part.spec), key):
             try:
                 calls.CALLS.copy_range(place[0], place[1] + offset, part.fd, start + offset, count)
             except EOFError:
@@ -195,7 +195,7 @@ class FileSink:
             self._write_index(name)
         if self._folder and self._fsync:
             for folder, _, _ in os.walk(self.temporary):
-                _sync_folder(Path(folder))
+                sync_folder(Path(folder))
         self._rename()
         return self.target
 
@@ -203,7 +203,7 @@ class FileSink:
         header = part.spec.header(metadata, reserve=part.start)
         if len(header) != part.start:
             raise OutputError("the final header is longer than the room kept for it", file=self._final(part.spec))
-        with _output_errors(self._final(part.spec)):
+        with output_errors(self._final(part.spec)):
             calls.CALLS.write_at(part.fd, memoryview(header), 0)
             if self._fsync:
                 os.fsync(part.fd)
@@ -235,7 +235,7 @@ class FileSink:
 
     def _write_small(self, name: str, pieces: Iterable[bytes]) -> None:
         """Write a file of an output folder that holds no tensors."""
-        with _output_errors(self.target / name):
+        with output_errors(self.target / name):
             os.makedirs((self.temporary / name).parent, exist_ok=True)
             fd, at = calls.open_write(self.temporary / name), 0
             try:
@@ -250,19 +250,10 @@ class FileSink:
     def _rename(self) -> None:
         """Give the finished file its name; the temporary one is kept when only this last step fails."""
         try:
-            if self._folder:
-                _publish_folder(self.temporary, self.target, self._overwrite)
-            else:
-                _publish_file(self.temporary, self.target, self._overwrite)
-        except OSError as error:
-            kept, self._kept = self.temporary, True
-            raise OutputError(
-                f"the finished output could not be given its name: {error.strerror or error}",
-                file=self.target,
-                hint=f"it is complete and stands at {kept}: rename it by hand, before a next run clears it away",
-            ) from error
-        if self._fsync:
-            _sync_folder(self.target.parent)
+            give_name(self.temporary, self.target, folder=self._folder, overwrite=self._overwrite, fsync=self._fsync)
+        except OutputError:
+            self._kept = True
+            raise
 
     def discard(self) -> None:
         """Close and remove what was written; does nothing after `publish`."""
@@ -289,55 +280,3 @@ def _pieces(path: Path) -> Generator[bytes]:
                 yield piece
     except OSError as error:
         raise FileError(f"cannot read: {error.strerror or error}", file=path) from error
-
-
-def _publish_file(temporary: Path, target: Path, overwrite: bool) -> None:
-    if overwrite:
-        os.replace(temporary, target)
-        return
-    try:
-        os.link(temporary, target)  # fails where the name was taken meanwhile: nothing is overwritten
-    except FileExistsError:
-        raise
-    except (OSError, AttributeError, NotImplementedError):  # a file system without hard links
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "the name was taken meanwhile", str(target)) from None
-        os.rename(temporary, target)
-    else:
-        remove(temporary)  # the other name of the same file: where this fails, a later sweep does it
-
-
-def _publish_folder(temporary: Path, target: Path, overwrite: bool) -> None:
-    if not os.path.lexists(target):
-        os.rename(temporary, target)
-    elif overwrite:
-        replace_folder(temporary, target)
-    else:
-        raise FileExistsError(errno.EEXIST, "the name was taken meanwhile", str(target))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable where a folder can be synced (not on Windows)."""
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-class _output_errors:  # noqa: N801 - used as a function
-    """Turns OSError into an OutputError that names file and tensor."""
-
-    def __init__(self, path: Path, tensor: str | None = None) -> None:
-        self.path, self.tensor = path, tensor
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            what = "the disk is full" if full else f"cannot write: {error.strerror or error}"
-            hint = "free some space or choose a folder on another disk" if full else None
-            raise OutputError(what, file=self.path, tensor=self.tensor, hint=hint) from error

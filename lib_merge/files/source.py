@@ -64,7 +64,7 @@ class Source:
     def __post_init__(self) -> None:
         self._lock, self._gathering = threading.Lock(), threading.Lock()
         self._open: dict[int, int] = {}
-        self._seen = [_stamp(path) for path in self.files]
+        self._seen = [stamp(path) for path in self.files]
         self._gathered: tuple[str, bytearray] | None = None
 
     @property
@@ -107,7 +107,7 @@ class Source:
 
     def changed(self) -> Path | None:
         """The first file that was written to since the model was opened, or None."""
-        return next((path for path, seen in zip(self.files, self._seen, strict=True) if _stamp(path) != seen), None)
+        return next((path for path, seen in zip(self.files, self._seen, strict=True) if stamp(path) != seen), None)
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
@@ -155,7 +155,8 @@ class Source:
         return rows
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp(path: Path) -> tuple[int, int]:
+    """(size in bytes, time of the last write in ns), by which a changed file is told; (−1, −1) for one that is gone."""
     try:
         stat = path.stat()
     except OSError:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,8 +26,6 @@ from ..lazy import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
-
-Rounding = Literal["even", "away", "metal"]
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
@@ -54,7 +52,7 @@ class Rule:
     meaning: str
 
 
-ROUNDINGS: Mapping[Rounding, Rule] = {
+ROUNDINGS: Mapping[str, Rule] = {
     "even": Rule(True, False, "halves to even, as MLX does on a CPU"),
     "away": Rule(
         False, False, "halves away from zero, as MLX does on Metal and CUDA, with the true minimum and maximum"
@@ -79,7 +77,7 @@ class Coded:
 
 
 def quantize(
-    values: Tensor, *, bits: int, group: int, rounding: Rounding, dtype: torch.dtype | None = None, first_row: int = 0
+    values: Tensor, *, bits: int, group: int, rounding: str, dtype: torch.dtype | None = None, first_row: int = 0
 ) -> Coded:
     """Code some rows of a weight.
 

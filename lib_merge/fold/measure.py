@@ -1,0 +1,184 @@
+"""What a fold did to a module: the change that was wanted against the change that the codes can show."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..families import block_of, component_of, detect
+from ..kernels.measure import dot
+from ..lazy import torch
+from .plan import FoldPlan, Module
+from .storage import Storage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Below this correlation most of what changed is rounding: it is reached where the change is about 7 % of a step.
+LOST = 0.3
+
+
+def sums(
+    storage: Storage, dense: Tensor, change: Tensor | None, fresh: Sequence[Tensor], shipped: Sequence[Tensor]
+) -> dict[str, float]:
+    """Sums over some rows, from which the numbers of the whole module follow by addition.
+
+    Args:
+        storage: how the module is stored.
+        dense: float32 [rows, columns].
+        change: what was wanted, float64 of that shape.
+        fresh: bytes of the result's leaves.
+        shipped: bytes of the quantized checkpoint's leaves.
+
+    Returns:
+        `ww` dense², `dd` wanted², `aa` achieved², `da` wanted·achieved, `oo` result², `ff` error of the result², `ss`
+        error of the quantized checkpoint², and the counts `codes`, `numel`, `step` (sum over groups), `steps`.
+    """
+    base = dense.double()
+    wanted = torch.zeros_like(base) if change is None else change
+    out, before = storage.decode(fresh).double(), storage.decode(shipped).double()
+    achieved = out - before
+    after, earlier = errors(base, wanted, out, before)
+    steps = storage.steps(shipped).double()
+    return {
+        "ww": dot(base, base),
+        "dd": dot(wanted, wanted),
+        "aa": dot(achieved, achieved),
+        "da": dot(wanted, achieved),
+        "oo": dot(out, out),
+        "ff": dot(after, after),
+        "ss": dot(earlier, earlier),
+        "codes": float((storage.codes(fresh) != storage.codes(shipped)).sum()),
+        "numel": float(dense.numel()),
+        "step": float(steps.sum()),
+        "steps": float(steps.numel()),
+    }
+
+
+def errors(base: Tensor, wanted: Tensor, out: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
+    """What rounding to codes cost, in the result and in the quantized checkpoint, each against its own reference.
+
+    Args:
+        base: dense weights; like the rest float64 [rows, columns].
+        wanted: the adapter's change.
+        out: decoded result.
+        shipped: decoded quantized checkpoint.
+    """
+    return out - (base + wanted), shipped - base
+
+
+class Gathered:
+    """Sums of tiles, collected from several threads and added in the order of the tiles."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+
+    def add(self, module: Module, low: int, found: Mapping[str, float]) -> None:
+        """Keep the sums of rows from `low` on."""
+        with self._lock:
+            self._sums[module.name][low] = dict(found)
+
+    def of(self, module: Module) -> dict[str, float]:
+        """Totals of a module; empty where nothing was measured."""
+        parts = [found for _, found in sorted(self._sums.get(module.name, {}).items())]
+        return {name: math.fsum(part[name] for part in parts) for name in parts[0]} if parts else {}
+
+
+def numbers(total: Mapping[str, float]) -> dict[str, float]:
+    """Columns of the report from totals; what does not apply is NaN."""
+    root = {name: math.sqrt(value) for name, value in total.items() if len(name) == 2}
+    numel, step = total.get("numel", 0.0), _ratio(total.get("step", math.nan), total.get("steps", 0.0))
+    missing = math.nan
+    return {
+        "norm_a": root.get("ww", missing),
+        "norm_diff": root.get("dd", missing),
+        "rel_diff": _ratio(root.get("dd", missing), root.get("ww", 0.0)),
+        "norm_out": root.get("oo", missing),
+        "norm_change": root.get("aa", missing),
+        "step": step,
+        "delta_step_ratio": _ratio(_ratio(root.get("dd", missing), math.sqrt(numel)), step),
+        "codes_changed": _ratio(total.get("codes", missing), numel),
+        "correlation": _ratio(total.get("da", missing), root.get("dd", 0.0) * root.get("aa", 0.0)),
+        "rms_ratio": rms_ratio(total),
+    }
+
+
+def rms_ratio(total: Mapping[str, float]) -> float:
+    """RMS error of the result over that of the quantized checkpoint, each against its own float64 reference.
+
+    1 where both are exact; infinite where only the result has an error.
+    """
+    if not total:
+        return math.nan
+    if total["ss"] == 0:
+        return 1.0 if total["ff"] == 0 else math.inf
+    return math.sqrt(total["ff"] / total["ss"])
+
+
+def rows(plan: FoldPlan, gathered: Gathered) -> list[dict[str, Any]]:
+    """The report: one row for each folded module, then those of the tensors that were copied."""
+    tensors = plan.shipped.source.tensors
+    found = detect({key: (info.dtype, info.shape) for key, info in plan.dense.tensors.items()})
+    made = [_row(plan, module, numbers(gathered.of(module)), found) for module in plan.modules]
+    folded = {leaf.key for module in plan.modules for leaf in module.storage.leaves}
+    for key, info in tensors.items():
+        if key not in folded:
+            made.append(_place(key, found) | _stored("copied", info.dtype, list(info.shape)) | numbers({}))
+    return made
+
+
+def _row(plan: FoldPlan, module: Module, measured: Mapping[str, float], found: Any) -> dict[str, Any]:
+    key = module.storage.leaves[0].key
+    row = _place(module.dense, found) | _stored("merged", module.storage.label, list(module.shape))
+    change = module.change
+    note = f"rank {change.rank}, scale {change.scale:g}" if change else ""
+    row |= {"key": key, "method": "fold", "dtype_a": plan.dense.tensors[module.dense].dtype, **measured}
+    return row | {"rank": change.rank if change else math.nan, "reason": "named by the adapter", "note": note}
+
+
+def _place(key: str, found: Any) -> dict[str, Any]:
+    return {"key": key, "component": component_of(key, found), "block": block_of(key, found)}
+
+
+def _stored(action: str, dtype: str, shape: list[int]) -> dict[str, Any]:
+    return {
+        "action": action,
+        "method": "",
+        "dtype_a": "",
+        "dtype_b": "",
+        "dtype_out": dtype,
+        "shape": shape,
+        "numel": math.prod(shape),
+    }
+
+
+def lost_effect(plan: FoldPlan, gathered: Gathered) -> list[str]:
+    """Warnings for modules whose codes hardly show what the adapter wants."""
+    found = {module.name: numbers(gathered.of(module)) for module in plan.modules}
+    unchanged = [name for name, row in found.items() if row["norm_diff"] > 0 and row["codes_changed"] == 0]
+    weak = [name for name, row in found.items() if row["codes_changed"] > 0 and row["correlation"] < LOST]
+    said = []
+    if unchanged:
+        said.append(
+            f"{len(unchanged)} of {len(found)} modules keep all of their codes: the adapter's change of them is lost, "
+            f"it is too small for their step ({unchanged[0]}, …)"
+        )
+    if weak:
+        ratio, correlation = (
+            math.fsum(found[name][column] for name in weak) / len(weak)
+            for column in ("delta_step_ratio", "correlation")
+        )
+        said.append(
+            f"in {len(weak)} of {len(found)} modules most of the adapter's effect may be lost: its change is "
+            f"{100 * ratio:.1f} % of a step, and what the codes show of it is mostly rounding (correlation "
+            f"{correlation:.2f}); a quantized checkpoint with more bits keeps more of it"
+        )
+    return said
+
+
+def _ratio(over: float, under: float) -> float:
+    return over / under if under else math.nan

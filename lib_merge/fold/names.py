@@ -1,0 +1,53 @@
+"""Names of one module in two checkpoints: the exact name first, then one table of prefixes that converters exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from ..errors import MergeError
+
+# Multimodal language models: as transformers names them, and as MLX does. Both directions are tried.
+PREFIXES: tuple[tuple[str, str], ...] = (("model.language_model.", "language_model.model."),)
+
+
+def forms(module: str) -> tuple[str, ...]:
+    """The names that a module may have, its own first."""
+    found = [module]
+    for one, other in (*PREFIXES, *((b, a) for a, b in PREFIXES)):
+        if module.startswith(one):
+            found.append(other + module.removeprefix(one))
+    return tuple(dict.fromkeys(found))
+
+
+def resolve(module: str, dense: Container[str], shipped: Container[str]) -> tuple[str, str]:
+    """The module's name in the dense and in the quantized checkpoint.
+
+    Args:
+        module: as the adapter or the user names it, in either way.
+        dense: tensor names of the dense checkpoint.
+        shipped: tensor names of the quantized one.
+
+    Raises:
+        MergeError: no pair of names is in both, or more than one is; lists every pair that was tried.
+    """
+    tried = [(here, there) for here in forms(module) for there in forms(module)]
+    found = [(here, there) for here, there in tried if f"{here}.weight" in dense and f"{there}.weight" in shipped]
+    if len(found) == 1:
+        return found[0]
+    pairs = "; ".join(f"{here} in the dense, {there} in the quantized one" for here, there in tried)
+    if found:
+        raise MergeError(f"the module {module} may be several pairs of tensors: tried {pairs}", tensor=module)
+    raise MergeError(
+        f"the module {module} is not in both checkpoints{_where(module, dense, shipped)}: tried {pairs}",
+        tensor=module,
+        hint="name the dense checkpoint that the quantized one was made from, and an adapter of that model",
+    )
+
+
+def _where(module: str, dense: Container[str], shipped: Container[str]) -> str:
+    lacking = [
+        name
+        for name, keys in (("dense", dense), ("quantized", shipped))
+        if not any(f"{form}.weight" in keys for form in forms(module))
+    ]
+    return f" (the {' and the '.join(lacking)} one lack{'s' if len(lacking) == 1 else ''} it)" if lacking else ""
