@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lib_merge.kernels.registry import Method, Param, all_methods
+from lib_merge.kernels.registry import Method, all_methods
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- methods -->", "<!-- /methods -->"
@@ -16,9 +16,9 @@ def readme(text: str) -> str:
     after = rest.partition(END)[2]
     lines = ["| method | models | parameters (default) | formula |", "|---|---|---|---|"]
     for item in all_methods().values():
-        params = ", ".join(f"{param.name} {_default(param)}" for param in item.params)
+        params = ", ".join(f"{param.name} {param.shown_default}" for param in item.params)
         lines.append(
-            f"| [`{item.id}`](docs/methods.md#{item.id}) | {' '.join(item.inputs)} | {params} | {_cell(item.formula)} |"
+            f"| [`{item.id}`](docs/modes/{item.id}.md) | {' '.join(item.inputs)} | {params} | {_cell(item.formula)} |"
         )
     return f"{before}{START}\n" + "\n".join(lines) + f"\n{END}{after}"
 
@@ -46,12 +46,9 @@ def _section(item: Method) -> str:
     )
     where = "on every CPU" if item.exact_arithmetic else "on one kind of CPU and torch build, within 2 ulp elsewhere"
     lines += [f"- The same bytes {where}.", "", "| parameter | default | range | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{p.name}` | {_default(p)} | {p.range} | {_cell(p.meaning)} |" for p in item.params]
+    lines += [f"| `{p.name}` | {p.shown_default} | {p.range} | {_cell(p.meaning)} |" for p in item.params]
+    lines += ["", f"When to use it, and what it does: [modes/{item.id}.md](modes/{item.id}.md)."]
     return "\n".join(lines) + "\n"
-
-
-def _default(param: Param) -> str:
-    return str(param.default).lower() if isinstance(param.default, bool) else f"{param.default:g}"
 
 
 def _cell(text: str) -> str:

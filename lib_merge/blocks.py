@@ -1,4 +1,4 @@
-"""Block-weight text to values and back: `BASE=0, IN00-IN05=0.2, OUT=0.7`, or a list of numbers as other tools write it.
+"""Block-weight text to values and back: `BASE=0, IN00-IN05=0.2, OUT=0.7`, a shape, or a list of numbers.
 
 A value stands under the name of its parameter; a bare number under the empty name: it is the method's strength.
 """
@@ -44,7 +44,8 @@ def parse(text: str) -> Values:
     """Read block weights.
 
     Entries are separated by commas, semicolons, new lines or spaces; `#` starts a comment. A name is a block (IN04),
-    a range (IN00-IN05) or a group (OUT: every block of that kind).
+    a range (IN00-IN05), a group (OUT: every block of that kind) or a shape (`gradient_up`, `V=0.8`; see `SHAPES`),
+    which runs over the layers and leaves those that are named besides to their own entry.
 
     Args:
         text: as typed; empty for none.
@@ -60,22 +61,24 @@ def parse(text: str) -> Values:
         {'IN00-IN05': {'': 0.2}, 'M00': {'alpha': 0.3, 'beta': 0.1}}
     """
     tokens = _tokens(text)
-    if tokens and not any("=" in token or ":" in token for token in tokens):
+    if tokens and not any("=" in token or ":" in token or shape_of(token) for token in tokens):
         return _parse_list(tokens)
     entries: list[tuple[str, dict[str, float]]] = []
     for token in tokens:
         left, equals, right = token.partition("=")
-        if equals:
+        if equals or shape_of(token):
             entries.append((_spelled(left), {}))
         elif not entries:
             raise RecipeError(f"cannot read {token!r} in the block weights", hint=_HINT)
-        _add(*entries[-1], right if equals else left)
+        _add(*entries[-1], right if equals else "1" if shape_of(token) else left)
     _check_overlaps([name for name, _ in entries])
     return dict(entries)
 
 
 def _tokens(text: str) -> list[str]:
     """The pieces between separators: `NAME=value`, and further `parameter:value` of the entry before."""
+    for shape in sorted(SHAPES, key=len, reverse=True):
+        text = re.sub(rf"(?i)(?<![\w.]){shape.replace('_', '[ _-]')}(?![\w.])", shape, text)
     text = re.sub(r"#.*", "", text)
     text = re.sub(r"\s*([=:])\s*", r"\1", text)
     text = re.sub(r"(?<=\w)\s*[-–]\s*(?=[A-Za-z_])", "-", text)
@@ -112,7 +115,9 @@ def _number(text: str, where: str) -> float:
 
 
 def _spelled(text: str) -> str:
-    """A block name, range or group as it is usually written: `in4` is IN04, `IN0-5` is IN00-IN05."""
+    """A block name, range, group or shape as it is usually written: `in4` is IN04, `IN0-5` is IN00-IN05."""
+    if (shape := shape_of(text)) is not None:
+        return shape
     first, dash, last = text.partition("-")
     last = _split(first)[0] + last if last.isdigit() else last
     if not all(map(_NAME.fullmatch, (first, last) if dash else (first,))):
@@ -179,12 +184,15 @@ def _checked(spec: Mapping[str, Mapping[str, float]]) -> Values:
     return {name: dict(entry) for name, entry in zip(names, spec.values(), strict=True)}
 
 
-def expand(spec: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Values:
+def expand(
+    spec: Mapping[str, Mapping[str, float]], names: Sequence[str], layers: Sequence[str] | None = None
+) -> Values:
     """Give every block of a model its values.
 
     Args:
         spec: as `parse` returns it.
         names: the model's blocks, those that are only overrides (VAE, TIME …) included.
+        layers: the blocks that a shape runs over, in order; None for all.
 
     Returns:
         block -> parameter -> value, in the order of `names`, for the blocks that `spec` reaches. What the model lacks
@@ -193,8 +201,9 @@ def expand(spec: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Val
     Raises:
         RecipeError: `spec` names a block twice, or holds a value that is no finite number.
     """
-    reached = {block: values for values, blocks, _ in _reach(spec, names) for block in blocks}
-    return {name: dict(reached[name]) for name in names if name in reached}
+    named = {block: dict(values) for values, blocks, _ in _reach(spec, names) for block in blocks}
+    shaped = _shaped(spec, names if layers is None else layers)
+    return {name: (shaped | named)[name] for name in names if name in named or name in shaped}
 
 
 def unknown(spec: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> list[str]:
@@ -206,6 +215,8 @@ def _reach(spec: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> Ite
     """(values, the model's blocks, names the model lacks) of every entry."""
     by_place = {_place(name): name for name in names}
     for text, values in _checked(spec).items():
+        if text in SHAPES:
+            continue
         group, numbers = _members(text)
         if numbers is None:
             blocks = [name for (other, _), name in by_place.items() if other == group]
@@ -240,10 +251,30 @@ def _valley(count: int) -> list[float]:
 
 
 # Shapes by name: the number of blocks -> one value each, 0 … 1.
-PRESETS: dict[str, Callable[[int], list[float]]] = {
+SHAPES: dict[str, Callable[[int], list[float]]] = {
     "flat": lambda count: [0.5] * count,
-    "gradient up": _up,
-    "gradient down": lambda count: _up(count)[::-1],
+    "gradient_up": _up,
+    "gradient_down": lambda count: _up(count)[::-1],
     "V": _valley,
-    "inverted V": lambda count: [1 - value for value in _valley(count)],
+    "inverted_V": lambda count: [1 - value for value in _valley(count)],
 }
+
+
+def shape_of(text: str) -> str | None:
+    """The shape of that name, however its words are joined and in capitals or not; None for other texts."""
+    wanted = re.sub(r"[ -]", "_", text.strip()).lower()
+    return next((shape for shape in SHAPES if shape.lower() == wanted), None)
+
+
+def _shaped(spec: Mapping[str, Mapping[str, float]], layers: Sequence[str]) -> Values:
+    """Layer -> parameter -> value, of the shapes in `spec`."""
+    found: Values = {layer: {} for layer in layers}
+    for shape, values in _checked(spec).items():
+        if shape not in SHAPES:
+            continue
+        for layer, share in zip(layers, SHAPES[shape](len(layers)), strict=True):
+            for parameter, value in values.items():
+                if parameter in found[layer]:
+                    raise RecipeError(f"two shapes give {parameter or 'a value'}", hint="one shape for each parameter")
+                found[layer][parameter] = value * share
+    return {layer: entry for layer, entry in found.items() if entry}

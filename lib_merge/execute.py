@@ -15,6 +15,7 @@ from .errors import CancelledError, FileError, MergeError, PlanError, RecipeErro
 from .events import CancelToken, OnProgress, Progress
 from .files.hashes import HashCache, legacy_hash
 from .files.open import open_model
+from .files.sidecar import Sidecar
 from .files.sink import FileSink
 from .files.temporary import sweep
 from .memory import peak_rss_mb
@@ -139,6 +140,7 @@ def execute(plan: Plan, target: Path, how: Running) -> Result:
         with (
             _Hashing(plan, how) as hashing,
             FileSink(target, plan.parts, folder=plan.folder, overwrite=how.overwrite, fsync=how.fsync) as sink,
+            Sidecar(None if plan.folder else plan.sidecar, target, overwrite=how.overwrite, fsync=how.fsync) as beside,
         ):
             if plan.folder:
                 base = plan.sources[plan.base]
@@ -147,6 +149,7 @@ def execute(plan: Plan, target: Path, how: Running) -> Result:
             hashes = hashing.wait()
             _check_inputs(plan, hashes)
             how.on_progress(Progress("publishing", plan.output_bytes, plan.output_bytes))
+            beside.publish()
             sink.publish(_final_metadata(plan, hashes))
     finally:
         plan.close()

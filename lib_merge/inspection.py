@@ -33,7 +33,7 @@ def inspect(path: Path | str, *, check: bool = False, cache: HashCache | None = 
         cache: remembered hashes; none is computed here.
 
     Returns:
-        `kind, family, format, dtype, tensors, parameters, bytes, components, blocks, metadata, recipe, ranks,
+        `kind, family, format, dtype, tensors, parameters, bytes, components, blocks, layers, metadata, recipe, ranks,
         trigger_words, hashes, notes`; with `check` also `damaged`: key -> what is wrong.
 
     Raises:
@@ -67,6 +67,7 @@ def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, 
         "bytes": sum(info.nbytes for info in source.tensors.values()),
         "components": dict(Counter(families.component_of(key, found) for key in tensors).most_common()),
         "blocks": families.block_names(tensors, found),
+        "layers": families.layer_names(tensors, found),
         "metadata": {key: value for key, value in source.metadata.items() if key != METADATA_KEY},
         "recipe": recipe,
         "ranks": {},

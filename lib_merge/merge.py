@@ -11,10 +11,11 @@ from .blocks import parse as parse_blocks
 from .catalog import PathLike, known_hashes, locate
 from .errors import OutputError, RecipeError
 from .execute import Result, Running, execute, planned
+from .files.sidecar import sidecar_of, taken
 from .files.target import numbered
 from .kernels.registry import method as find_method
 from .metadata import text_metadata
-from .plan import make_plan
+from .plan import base_slot, make_plan
 from .recipe import Component, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value
 
 SLOTS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -180,10 +181,14 @@ def run(
         MergeError: see `lib_merge.errors`; nothing is written in that case.
     """
     how = Running(**running)
-    target = numbered(Path(out)) if how.number else Path(out)
-    if models and os.path.lexists(target) and not how.overwrite:  # said before files are hashed to find the inputs
+    target = Path(out)
+    if (
+        models and os.path.lexists(target) and not (how.overwrite or how.number)
+    ):  # before files are hashed to find inputs
         raise OutputError("the output exists", file=target, hint="choose another name, or --overwrite, or --number")
     located = locate(recipe, files or {}, models, how.cache)
+    if how.number:
+        target = _numbered(target, located.get(base_slot(recipe)))
     known = known_hashes(located, how.cache) if how.keep_recipe else {}
     plan = make_plan(
         recipe,
@@ -196,3 +201,9 @@ def run(
         threads=how.threads,
     )
     return planned(plan, target) if how.dry_run else execute(plan, target, how)
+
+
+def _numbered(target: Path, base: PathLike | None) -> Path:
+    """The first name whose file is not there, nor a config of another model beside it."""
+    sidecar = None if base is None else sidecar_of(Path(base))
+    return numbered(target, lambda path: os.path.lexists(path) or taken(sidecar, path))

@@ -11,7 +11,8 @@ from pathlib import Path
 from . import recipe as recipes
 from .errors import FileError, PlanError, Problem, RecipeError
 from .files.dtypes import nbytes
-from .files.open import open_model
+from .files.open import OUTPUT_SUFFIX, open_model
+from .files.sidecar import sidecar_of, sidecar_problems
 from .files.sink import OutPart
 from .files.source import Part, Source
 from .files.target import target_problems
@@ -39,6 +40,7 @@ class Plan:
         parts: files to write, with place holders for hashes that are not known yet.
         base: slot path of the file whose layout and metadata the output follows: A, or A's A where that is a recipe.
         keep_recipe: the recipe is stored in the output.
+        sidecar: config beside that file, to be copied with the output; None where there is none.
         known_hashes: slot path -> sha256, where it is remembered.
         threads: workers the memory is planned for.
     """
@@ -52,6 +54,7 @@ class Plan:
     parts: tuple[OutPart, ...]
     base: str
     keep_recipe: bool
+    sidecar: Path | None = None
     known_hashes: Mapping[str, str] = field(default_factory=dict)
     threads: int = 1
 
@@ -146,7 +149,7 @@ def make_plan(
     resolved = resolve(recipe, sources)
     hashes = dict(known_hashes or {})
     problems = [*_source_notes(sources), *_other_files(recipe, sources, hashes), *resolved.problems]
-    base = _base_slot(recipe)
+    base = base_slot(recipe)
     plan = Plan(
         resolved.recipe,
         sources,
@@ -157,6 +160,7 @@ def make_plan(
         (),
         base,
         keep_recipe,
+        _sidecar(recipe, sources[base]),
         hashes,
         threads or default_threads(),
     )
@@ -166,6 +170,8 @@ def make_plan(
         problems += target_problems(
             target, folder=plan.folder, overwrite=overwrite, inputs=inputs, size_bytes=plan.output_bytes
         )
+        if not plan.folder and target.suffix == OUTPUT_SUFFIX:
+            problems += sidecar_problems(plan.sidecar, target, overwrite)
     if strict:
         problems = [replace(p, level="error") if p.level == "warning" else p for p in problems]
     return replace(plan, problems=tuple(problems))
@@ -228,7 +234,8 @@ def wrong_file(slot: str, path: Path) -> Problem:
     )
 
 
-def _base_slot(recipe: Recipe) -> str:
+def base_slot(recipe: Recipe) -> str:
+    """Slot path of the file that the output follows: A, or A.A … where A is a recipe."""
     slot, model = "A", recipe.models["A"]
     while model is not None and model.recipe is not None:
         slot, model = f"{slot}.A", model.recipe.models["A"]
@@ -247,3 +254,8 @@ def _out_parts(plan: Plan, parts: Sequence[Part], resolved: Resolved) -> tuple[O
         plan.recipe, plan.sources, [part.inherited for part in kept], plan.known_hashes, {}, plan.keep_recipe
     )
     return tuple(replace(part, metadata=value) for part, value in zip(kept, values, strict=True))
+
+
+def _sidecar(recipe: Recipe, base: Source) -> Path | None:
+    """The config of the output: A's, unless only a part of A is written that it does not describe."""
+    return sidecar_of(base.path) if recipe.only in (None, "unet") else None

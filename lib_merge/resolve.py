@@ -114,6 +114,7 @@ class _Resolver:
     vae_unused: list[tuple[str, str]] = field(default_factory=list)
     merged: list[str] = field(default_factory=list)
     kept_codes: list[str] = field(default_factory=list)
+    cautions: dict[str, list[str]] = field(default_factory=dict)
     found: list[Problem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -244,6 +245,8 @@ class _Resolver:
         assert self.method is not None
         self.merged.append(key)
         params, reason = self.settings.of(key)
+        if caution := self.method.caution(params):
+            self.cautions.setdefault(caution, []).append(key)
         contributing = [node.dtype for node in inputs] if params[self.method.strength] != 0 else [inputs[0].dtype]
         wider = shared.wider if shared else None
         dtype = stored_dtype([*contributing, *([wider.dtype] if wider else [])], self.recipe.output)
@@ -289,6 +292,8 @@ class _Resolver:
             for text in patterns.unmatched(keys):
                 self.found.append(Problem("warning", f"the {option} pattern {text!r} matches no tensor of model A"))
         self.found += self.settings.notes
+        for caution, keys in self.cautions.items():
+            self.found.append(Problem("warning", f"{count_of(keys)}: {caution}", tensor=keys[0]))
         if any(component_of(key, self.family) == "unet" for key in self.merged) and "B" in self.models:
             allowed = self.recipe.allow_mixed_prediction
             self.found += prediction_problems(self.models["A"], self.models["B"], allowed=allowed)

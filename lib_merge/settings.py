@@ -8,7 +8,7 @@ import msgspec
 
 from . import blocks
 from .errors import Problem, RecipeError
-from .families import Detected, block_names, blocks_of
+from .families import Detected, block_names, blocks_of, layer_names
 from .kernels.registry import Method, Value, method
 from .patterns import compiled
 from .recipe import Recipe, validated
@@ -93,7 +93,7 @@ class Settings:
         self._blocks: dict[str, dict[str, Value]] = {}
         self.notes: list[Problem] = []
         if recipe.blocks:
-            self._set_blocks(recipe, chosen, block_names(keys, family, overrides=True))
+            self._set_blocks(recipe, chosen, block_names(keys, family, overrides=True), layer_names(keys, family))
         self._rules = []
         for rule in recipe.rules:
             if chosen is None:
@@ -111,10 +111,10 @@ class Settings:
             values = {name: chosen.param(name).check(value) for name, value in rule.params.items()}
             self._rules.append((rule.match, test, values))
 
-    def _set_blocks(self, recipe: Recipe, chosen: Method | None, names: list[str]) -> None:
+    def _set_blocks(self, recipe: Recipe, chosen: Method | None, names: list[str], layers: list[str]) -> None:
         if chosen is None:
             raise RecipeError("blocks need a method")
-        for name, params in blocks.expand(recipe.blocks, names).items():
+        for name, params in blocks.expand(recipe.blocks, names, layers).items():
             given = {param or chosen.strength: value for param, value in params.items()}
             self._blocks[name] = {param: chosen.param(param).check(value) for param, value in given.items()}
         for name, params in recipe.blocks.items():

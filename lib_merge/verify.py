@@ -18,6 +18,7 @@ from .events import CancelToken, OnProgress
 from .files.dtypes import DTYPES
 from .files.hashes import HashCache
 from .files.open import open_model
+from .files.sidecar import compared_sidecar
 from .files.source import Source
 from .kernels.measure import bits_finite
 from .kernels.registry import method
@@ -40,12 +41,14 @@ class Verified:
         differing: keys whose bytes differ, missing and extra ones included.
         within_2_ulp: keys of methods with pow, exp, products or SVD that differ by at most 2 ulp: another CPU.
         missing_inputs: inputs that were not found, by name.
+        sidecar: the config beside the file is `same` as A's, `different` or `missing`; empty where A has none.
     """
 
     compared: int
     differing: tuple[str, ...]
     within_2_ulp: tuple[str, ...]
     missing_inputs: tuple[str, ...]
+    sidecar: str = ""
 
     @property
     def ok(self) -> bool:
@@ -60,6 +63,7 @@ class Verified:
             "differing": list(self.differing),
             "within_2_ulp": list(self.within_2_ulp),
             "missing_inputs": list(self.missing_inputs),
+            **({"sidecar": self.sidecar} if self.sidecar else {}),
         }
 
 
@@ -105,7 +109,7 @@ def verify(
     finally:
         plan.close()
         source.close()
-    return Verified(len(sink.plan.steps), *sink.differences(), ())
+    return Verified(len(sink.plan.steps), *sink.differences(), (), compared_sidecar(plan.sidecar, Path(out)))
 
 
 def stored_recipe(source: Source) -> Recipe:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib_merge import blocks
-from lib_merge.blocks import LISTS, PRESETS, expand, parse, unknown
+from lib_merge.blocks import LISTS, SHAPES, expand, parse, unknown
 from lib_merge.errors import RecipeError
 
 pytestmark = pytest.mark.portable
@@ -200,10 +200,10 @@ def test_likely_text_is_read_or_refused(text):
     test_any_text_is_read_or_refused.hypothesis.inner_test(text)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 19, 20, 26, 61])
 def test_shapes(name, count):
-    values = PRESETS[name](count)
+    values = SHAPES[name](count)
     assert len(values) == count
     assert all(0 <= value <= 1 for value in values)
     text = ", ".join(f"L{place:02d}={value!r}" for place, value in enumerate(values))
@@ -211,8 +211,49 @@ def test_shapes(name, count):
 
 
 def test_the_forms_of_the_shapes():
-    assert PRESETS["flat"](3) == [0.5, 0.5, 0.5]
-    assert PRESETS["gradient up"](5) == [0, 0.25, 0.5, 0.75, 1]
-    assert PRESETS["gradient down"](5) == [1, 0.75, 0.5, 0.25, 0]
-    assert PRESETS["V"](5) == [1, 0.5, 0, 0.5, 1]
-    assert PRESETS["inverted V"](5) == [0, 0.5, 1, 0.5, 0]
+    assert SHAPES["flat"](3) == [0.5, 0.5, 0.5]
+    assert SHAPES["gradient_up"](5) == [0, 0.25, 0.5, 0.75, 1]
+    assert SHAPES["gradient_down"](5) == [1, 0.75, 0.5, 0.25, 0]
+    assert SHAPES["V"](5) == [1, 0.5, 0, 0.5, 1]
+    assert SHAPES["inverted_V"](5) == [0, 0.5, 1, 0.5, 0]
+
+
+# Shapes by name
+
+
+BLOCKS = ["BASE", "IN00", "IN01", "M00", "OUT00", "OUT01", "VAE", "TIME"]
+LAYERS = BLOCKS[1:6]
+
+
+@pytest.mark.parametrize("text", ["gradient_up", "gradient up", "Gradient-Up", " GRADIENT_UP = 1 "])
+def test_a_shape_runs_over_the_layers(text):
+    found = expand(parse(text), BLOCKS, LAYERS)
+    assert found == {name: {"": value} for name, value in zip(LAYERS, [0, 0.25, 0.5, 0.75, 1], strict=True)}
+
+
+def test_a_shape_may_be_scaled_and_set_another_parameter():
+    found = expand(parse("V=alpha:0.5, inverted_V=beta:2"), BLOCKS, LAYERS)
+    assert [found[name]["alpha"] for name in LAYERS] == [0.5, 0.25, 0, 0.25, 0.5]
+    assert [found[name]["beta"] for name in LAYERS] == [0, 1, 2, 1, 0]
+
+
+def test_what_is_named_besides_has_its_own_value():
+    found = expand(parse("v, BASE=0, OUT=0.3, VAE=0"), BLOCKS, LAYERS)
+    assert found == {
+        "BASE": {"": 0}, "IN00": {"": 1}, "IN01": {"": 0.5}, "M00": {"": 0},
+        "OUT00": {"": 0.3}, "OUT01": {"": 0.3}, "VAE": {"": 0},
+    }  # fmt: skip
+
+
+def test_shapes_are_written_as_they_are_read():
+    assert parse(blocks.format(parse("gradient down=0.8, BASE=0"))) == parse("gradient_down=0.8, BASE=0")
+    assert unknown(parse("V, IN07=1"), BLOCKS) == ["IN07"]
+
+
+def test_two_shapes_for_one_parameter_are_refused():
+    with pytest.raises(RecipeError, match="two shapes"):
+        expand(parse("V, flat"), BLOCKS, LAYERS)
+
+
+def test_a_block_whose_name_holds_a_shape_s_is_a_block():
+    assert parse("encoder.v.03=0.5") == {"encoder.v.03": {"": 0.5}}

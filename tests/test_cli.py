@@ -476,3 +476,25 @@ def test_a_fault_of_our_own_is_one_line_unless_debugged(monkeypatch, run):
 def test_debug_shows_where_an_error_comes_from():
     with pytest.raises(lib_merge.MergeError):
         main(["inspect", "nothing.safetensors", "--debug"])
+
+
+def test_blocks_lists_shapes_and_lists(tmp_path, capsys):
+    assert main(["blocks"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("gradient_up", "inverted_V", "26", "OUT11"))
+    unet = {f"model.diffusion_model.{part}.0.weight": values((2, 2), 1) for part in ("input_blocks.0", "middle_block")}
+    unet["model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"] = values((4, 768), 1)
+    path = write(tmp_path / "a.safetensors", unet)
+    assert main(["blocks", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layers"] == [*(f"IN{n:02d}" for n in range(12)), "M00", *(f"OUT{n:02d}" for n in range(12))]
+    assert found["shapes"]["gradient_down"]["IN00"] == 1
+    assert found["shapes"]["V"]["M00"] == 0
+    out = tmp_path / "out.safetensors"
+    assert (
+        main(["merge", str(path), str(path), "-o", str(out), "--blocks", "V", "--alpha", "0.2", "--dry-run", "--json"])
+        == 0
+    )
+    steps = {step["key"]: step["params"]["alpha"] for step in json.loads(capsys.readouterr().out)["steps"]}
+    assert steps["model.diffusion_model.middle_block.0.weight"] == 0
+    assert steps["model.diffusion_model.input_blocks.0.0.weight"] == 1

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
 
-def writer():
-    spec = importlib.util.spec_from_file_location("write_methods", ROOT / "docs" / "write_methods.py")
+def writer(name="write_methods"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -30,6 +30,14 @@ def writer():
 def test_the_method_tables_are_current():
     assert writer().readme(README) == README
     assert (ROOT / "docs" / "methods.md").read_text("utf-8") == writer().methods_page()
+
+
+def test_every_method_has_a_current_page_and_a_picture():
+    pages, folder = writer("write_modes").pages(), ROOT / "docs" / "modes"
+    assert {name: (folder / name).read_text("utf-8") for name in pages} == pages
+    pictures = {f"{name}.svg" for name in all_methods()}
+    assert {path.name for path in folder.iterdir()} == {*pages, *pictures, "texts.json"}
+    assert sum((folder / name).stat().st_size for name in pictures) < 1_000_000
 
 
 @pytest.mark.parametrize("name", sorted(all_methods()))
@@ -59,7 +67,7 @@ def test_the_recipe_in_the_readme_is_one():
 
 
 def test_links_lead_to_files():
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"):
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text("utf-8")):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 

@@ -796,3 +796,25 @@ def test_problems_of_output_and_inputs_are_told_together(files, tmp_path):
     (tmp_path / "out.safetensors").write_bytes(b"")
     made = lib_merge.merge(*paths.values(), out=tmp_path / "out.safetensors", mismatch="error", dry_run=True)
     assert len(made.plan.errors()) == 2
+
+
+# Parameters that cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [
+        ("enhanced_man_interp", {"beta": 0.8, "gamma": 0.3}),
+        ("enhanced_man_interp", {"beta": 0.5, "gamma": 0.5}),
+        ("weight_sum_cutoff", {"beta": 0.3, "gamma": 0.8}),
+    ],
+)
+def test_limits_with_nothing_between_them_are_a_warning(files, method, params):
+    paths = files(A=same(), B=same())
+    (warning,) = said(make_plan(recipe(method=method, params=params), paths), "warning")
+    assert warning.startswith("4 tensors: nothing lies above")
+    swapped = dict(zip(params, reversed(params.values()), strict=True))
+    if swapped != params:
+        assert said(make_plan(recipe(method=method, params=swapped), paths), "warning") == []
+    (ruled,) = said(make_plan(recipe(method=method, rules=(Rule(match="blocks.1", params=params),)), paths), "warning")
+    assert ruled.startswith("1 tensor: nothing lies above")

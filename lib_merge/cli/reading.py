@@ -1,4 +1,4 @@
-"""Commands that read models: verify, compare, inspect, recipe, methods."""
+"""Commands that read models: verify, compare, inspect, recipe, methods, blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 
 from .. import report
 from ..analyze import compare
+from ..blocks import LISTS, SHAPES
 from ..errors import RecipeError
 from ..inspection import inspect
 from ..kernels.registry import all_methods, method
@@ -19,7 +20,10 @@ from ..verify import verify
 from .options import debug_option, glob_option, json_option, models_option
 from .parse import read_recipe
 from .show import Bar, print_json
-from .text import inspect_text, method_dict, method_text, methods_table
+from .text import blocks_text, inspect_text, method_dict, method_text, methods_table
+
+# Layers of the model that shapes are shown on where none is named.
+_SHOWN_LAYERS = 9
 
 
 @click.command("verify")
@@ -43,6 +47,8 @@ def _verify(out: str, models: Sequence[str], threads: int | None, as_json: bool,
     else:
         near = f"; {len(found.within_2_ulp)} differ within 2 ulp (another CPU)" if found.within_2_ulp else ""
         print(f"verified: {found.compared} tensors are what the recipe says{near}")
+    if not as_json and found.sidecar in ("different", "missing"):
+        print(f"note: the config beside it is {found.sidecar}, A has one")
     if not found.ok:
         raise SystemExit(1)
 
@@ -107,3 +113,17 @@ def _compare(
     if path is not None:
         report.save(found.rows, path, " · ".join(Path(model).name for model in models), found.header())
     print_json(found.to_dict()) if as_json else print(found.describe())
+
+
+@click.command("blocks")
+@click.argument("file", required=False, metavar="[FILE]")
+@json_option
+@debug_option
+def _blocks(file: str | None, as_json: bool, debug: bool) -> None:
+    """List the shapes that --blocks knows by name, and the lists of numbers; with FILE, that model's blocks."""
+    layers = inspect(file)["layers"] if file else [f"layer {number}" for number in range(1, _SHOWN_LAYERS + 1)]
+    shapes = {name: dict(zip(layers, values(len(layers)), strict=True)) for name, values in SHAPES.items()}
+    if as_json:
+        print_json({"layers": layers, "shapes": shapes, "lists": {str(size): names for size, names in LISTS.items()}})
+    else:
+        print(blocks_text(shapes, LISTS))

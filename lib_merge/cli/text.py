@@ -48,6 +48,7 @@ def report_header(made: Result) -> dict[str, str]:
         "method": f"{recipe.method or recipe.task} {params}".strip(),
         **models,
         "device": made.device,
+        **({"config": f"{plan.sidecar.name}, copied with the model"} if plan.sidecar else {}),
         "versions": versions,
     }
 
@@ -100,7 +101,7 @@ def methods_table(methods: Sequence[Method]) -> str:
     """One line for each method, its formula below."""
     lines = []
     for item in methods:
-        params = ", ".join(f"{param.name}={_default(param.default)}" for param in item.params)
+        params = ", ".join(f"{param.name}={param.shown_default}" for param in item.params)
         lines.append(f"{item.id} ({params})  models {' '.join(item.inputs)}")
         lines += textwrap.wrap(item.formula, 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([*lines, "", "lib-merge methods ID shows one in full."])
@@ -132,16 +133,12 @@ def method_text(item: Method) -> str:
         lines.append(f"exactly B when {item.exact_b}")
     lines += [f"strength: {item.strength} (what a bare block number sets; 0 gives A)", "parameters:"]
     for param in item.params:
-        lines.append(f"  {param.name} = {_default(param.default)}  ({param.range})  {param.meaning}")
+        lines.append(f"  {param.name} = {param.shown_default}  ({param.range})  {param.meaning}")
     bytes_where = "every CPU" if item.exact_arithmetic else "one CPU type and torch build; elsewhere within 2 ulp"
     lines.append(
         f"same bytes on {bytes_where}" + ("; draws depend on seed and tensor name only" if item.random else "")
     )
     return "\n".join(lines)
-
-
-def _default(value: float | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
 def inspect_text(found: Mapping[str, Any]) -> str:
@@ -166,4 +163,16 @@ def inspect_text(found: Mapping[str, Any]) -> str:
     lines += [f"  note: {note}" for note in found["notes"]]
     if "damaged" in found:
         lines += [f"  damaged: {key}: {what}" for key, what in found["damaged"].items()] or ["  all numbers are finite"]
+    return "\n".join(lines)
+
+
+def blocks_text(shapes: Mapping[str, Mapping[str, float]], lists: Mapping[int, Sequence[str]]) -> str:
+    """Shapes with a value for each layer, and what lists of numbers stand for."""
+    lines = ['shapes, as in --blocks "V" or --blocks "gradient_up=0.8, BASE=0":']
+    for name, values in shapes.items():
+        shown = " ".join(f"{layer}={value:.3g}" for layer, value in values.items())
+        lines += textwrap.wrap(f"{name:14}{shown}", 110, initial_indent="  ", subsequent_indent=" " * 16)
+    lines.append("lists of numbers, by their length:")
+    for size, names in lists.items():
+        lines += textwrap.wrap(f"{size:<14}{' '.join(names)}", 110, initial_indent="  ", subsequent_indent=" " * 16)
     return "\n".join(lines)

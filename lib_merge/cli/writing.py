@@ -44,7 +44,11 @@ from .text import describe_plan, describe_result, plan_dict, report_header
     metavar='"P: NAME=VALUE …"',
     help="Parameters of matching tensors; later rules win.",
 )
-@click.option("--blocks", metavar="TEXT", help="BASE=0,IN00-IN05=0.2,M00=0.5,OUT=0.7, or 12/17/20/26/61 numbers.")
+@click.option(
+    "--blocks",
+    metavar="TEXT",
+    help="BASE=0,IN00-IN05=0.2,M00=0.5,OUT=0.7, a shape (see `lib-merge blocks`), or 12/17/20/26/61 numbers.",
+)
 @click.option(
     "--mismatch", default="skip", show_default=True, help="Tensors that B lacks: skip (keep A's), zeros or error."
 )

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ..errors import RecipeError
 from . import _detect
-from ._blocks import OVERRIDES, block_of, blocks_of
+from ._blocks import OVERRIDES, block_of, blocks_of, layer_names
 from ._blocks import block_names as _block_names
 from ._components import PREFIXES, component_of, is_first_layer
 from ._family import Detected, Family, Kind, Mark, Rule, Sign, Tensors
@@ -45,6 +45,7 @@ __all__ = [
     "family",
     "is_first_layer",
     "kind_of",
+    "layer_names",
     "never_merged",
 ]
 

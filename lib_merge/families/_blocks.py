@@ -12,6 +12,8 @@ from .sd_unet import unet_rules
 
 # Names that may be set on their own but belong to another block as long as nobody does.
 OVERRIDES = frozenset({"TIME", "LABEL", "CLIP", "CLIPL", "CLIPG", "CLIPH", "T5", "TE", "VISION"})
+# Blocks that are no layers of the denoiser (or of the LLM).
+_BESIDES = OVERRIDES | {"BASE", "VAE"}
 
 # Text encoders by name, the first that fits.
 _ENCODERS = tuple(
@@ -110,6 +112,11 @@ def block_names(tensors: Mapping[str, object], found: Detected, *, overrides: bo
         names.discard("VAE")
     listed = _sorted(names, family)
     return listed + sorted(reached - names) if overrides else listed
+
+
+def layer_names(tensors: Mapping[str, object], found: Detected) -> list[str]:
+    """The blocks of a model that are layers one after the other, in order; text encoders, VAE and the rest left out."""
+    return [name for name in block_names(tensors, found) if name not in _BESIDES]
 
 
 def _sorted(names: Iterable[str], family: Family) -> list[str]:

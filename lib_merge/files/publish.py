@@ -39,7 +39,7 @@ def give_name(temporary: Path, target: Path, *, folder: bool, overwrite: bool, f
         if folder:
             _name_folder(temporary, target, overwrite)
         else:
-            _name_file(temporary, target, overwrite)
+            name_file(temporary, target, overwrite)
     except OSError as error:
         raise OutputError(
             f"the finished output could not be given its name: {error.strerror or error}",
@@ -68,7 +68,12 @@ def sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def _name_file(temporary: Path, target: Path, overwrite: bool) -> None:
+def name_file(temporary: Path, target: Path, overwrite: bool) -> None:
+    """Rename a finished file to its target.
+
+    Raises:
+        OSError: the name is taken and may not be replaced, or it cannot be given.
+    """
     if overwrite:
         os.replace(temporary, target)
         return

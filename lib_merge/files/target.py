@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import Problem
@@ -14,17 +14,17 @@ from .open import OUTPUT_SUFFIX
 _LONGEST_NAME_BYTES = 255 - len("..lib_merge-4194304-01234567.part")
 
 
-def numbered(target: Path) -> Path:
-    """The target itself, or NAME_1, NAME_2 … : the first that does not exist."""
+def numbered(target: Path, taken: Callable[[Path], bool] = os.path.lexists) -> Path:
+    """The target itself, or NAME_1, NAME_2 … : the first that is not taken."""
     # the dot in a folder's `sdxl-v1.0` begins no suffix
-    return numbered_before(target, OUTPUT_SUFFIX if target.suffix == OUTPUT_SUFFIX else "")
+    return numbered_before(target, OUTPUT_SUFFIX if target.suffix == OUTPUT_SUFFIX else "", taken)
 
 
-def numbered_before(target: Path, suffix: str) -> Path:
+def numbered_before(target: Path, suffix: str, taken: Callable[[Path], bool] = os.path.lexists) -> Path:
     """As `numbered`; the number stands before this suffix."""
     stem = target.name.removesuffix(suffix)
     candidate, count = target, 0
-    while os.path.lexists(candidate):
+    while taken(candidate):
         count += 1
         candidate = target.with_name(f"{stem}_{count}{suffix}")
     return candidate

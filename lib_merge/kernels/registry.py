@@ -52,6 +52,11 @@ class Param:
     slider: tuple[float, float] = (0.0, 1.0)
 
     @property
+    def shown_default(self) -> str:
+        """The default for display: `0.5`, `false`."""
+        return str(self.default).lower() if isinstance(self.default, bool) else f"{self.default:g}"
+
+    @property
     def range(self) -> str:
         """Allowed values for display: `0 … 1`, `any number`, `true or false`."""
         if isinstance(self.default, bool):
@@ -119,6 +124,7 @@ class Method:
         exact_arithmetic: made of IEEE + − × ÷ and comparisons only: the same bytes on every CPU.
         exact_a: when the result is A bit for bit, for display.
         exact_b: when it is B bit for bit, or empty.
+        caution: parameters -> what a user should be told of them, or empty.
         function: takes the slots' tensors in order, then the parameters by name. The tensors are its own: it may
             overwrite them. All have one shape and dtype (float32, or float64 where an input is); so has the result.
     """
@@ -138,6 +144,7 @@ class Method:
     exact_arithmetic: bool
     exact_a: str
     exact_b: str
+    caution: Callable[[Mapping[str, Value]], str]
     function: Callable[..., Tensor]
 
     @property
@@ -196,6 +203,7 @@ def merge_method(
     exact_arithmetic: bool = False,
     exact_a: str,
     exact_b: str = "",
+    caution: Callable[[Mapping[str, Value]], str] = lambda params: "",
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register the decorated function as a method; see `Method` for the arguments (`inputs` as letters: `AB`)."""
 
@@ -221,6 +229,7 @@ def merge_method(
             exact_arithmetic,
             exact_a,
             exact_b,
+            caution,
             function,
         )
         return function

@@ -50,6 +50,12 @@ def _is_limited(lower: float, upper: float) -> bool:
     return lower > 0 or upper < 1
 
 
+def _nothing_between(low: str, lower: float, high: str, upper: float) -> str:
+    if lower < upper:
+        return ""
+    return f"nothing lies above {low} {lower:g} and below {high} {upper:g}: A stays as it is; are the limits swapped?"
+
+
 def _measure_columns(a: Tensor, b: Tensor, lower: float, upper: float, wide: bool) -> GatePart:
     limited = _is_limited(lower, upper)
     rows, columns = a.shape
@@ -119,6 +125,7 @@ def _mask(gate: Gate, like: Tensor) -> Tensor | None:
     settled="delta",
     exact_a="alpha = 0, or no column lies between the limits (as with beta ≥ gamma)",
     exact_b="alpha = 1, beta = 0 and gamma = 1",
+    caution=lambda params: _nothing_between("beta", params["beta"], "gamma", params["gamma"]),
 )  # fmt: skip
 def enhanced_man_interp(
     a: Tensor,
@@ -201,6 +208,7 @@ def enhanced_man_interp(
     exact_arithmetic=True,
     exact_a="alpha = 0, or no column lies between the limits (as with gamma ≥ beta)",
     exact_b="alpha = 1, beta = 1 and gamma = 0",
+    caution=lambda params: _nothing_between("gamma", params["gamma"], "beta", params["beta"]),
 )  # fmt: skip
 def weight_sum_cutoff(
     a: Tensor, b: Tensor, *, alpha: float, beta: float, gamma: float, measures: Sequence[Gate]
