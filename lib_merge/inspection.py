@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from . import families
+from .adapter_facts import adapter_facts
+from .files.companion import adapter_path
 from .files.dtypes import DTYPES
 from .files.hashes import HashCache
 from .files.open import open_model
@@ -33,13 +35,14 @@ def inspect(path: Path | str, *, check: bool = False, cache: HashCache | None = 
         cache: remembered hashes; none is computed here.
 
     Returns:
-        `kind, family, format, dtype, tensors, parameters, bytes, components, blocks, layers, metadata, recipe, ranks,
-        trigger_words, hashes, notes`; with `check` also `damaged`: key -> what is wrong.
+        `kind, family, format, container, dtype, tensors, parameters, bytes, components, blocks, layers, metadata,
+        recipe, ranks, trigger_words, hashes, notes`; of an adapter also `alphas, modules, modules_per_block`; with
+        `check` also `damaged`: key -> what is wrong. `format` is the adapter's, or the container of a model.
 
     Raises:
         FileError: it cannot be opened or read.
     """
-    with closing(open_model(path)) as source:
+    with closing(open_model(adapter_path(path))) as source:
         result = _described(source, path, cache or HashCache())
         if check:
             result["damaged"] = dict(_damage(source))
@@ -53,6 +56,8 @@ def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, 
     recipe, notes = _recipe(source)
     if scales := scales_of(tensors):
         notes.append(f"{len(scales)} weights in scaled fp8: merges decode them by their scales")
+    sha256 = cache.get_source(source)
+    facts = adapter_facts(source, found, sha256) if found.kind == "adapter" else {}
     return {
         "file": str(path),
         "kind": found.kind,
@@ -60,6 +65,7 @@ def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, 
         "variant": found.variant,
         "prefix": found.prefix,
         "format": source.kind,
+        "container": source.kind,
         "dtype": dict(Counter(info.dtype for info in source.tensors.values()).most_common()),
         "coded": storages,
         "tensors": len(tensors),
@@ -72,8 +78,9 @@ def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, 
         "recipe": recipe,
         "ranks": {},
         "trigger_words": [],
-        "hashes": {"sha256": cache.get_source(source)},
-        "notes": [*source.notes, *notes],
+        "hashes": {"sha256": sha256},
+        **facts,
+        "notes": [*source.notes, *notes, *facts.get("notes", ())],
     }
 
 

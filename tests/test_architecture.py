@@ -22,7 +22,7 @@ HOST_ENTRY = "scripts.merge_tab"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "lazy", "events", "memory", "version", "wording"),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
-    ("buffers", "crew", "devices", "report_charts", "pairs"),
+    ("buffers", "crew", "devices", "report_charts", "pairs", "adapter_facts"),
     ("report_html",),
     ("recipe", "report", "job", "steps"),
     (

@@ -148,16 +148,17 @@ def inspect_text(found: Mapping[str, Any]) -> str:
     family = " ".join(part for part in (found["family"], found["variant"]) if part) or "unknown family"
     lines = [
         f"{found['file']}",
-        f"  {found['kind']}, {family}, {found['format']}",
+        f"  {found['kind']}, {family}, {', '.join(dict.fromkeys((found['format'], found['container'])))}",
         f"  {found['tensors']} tensors ({dtypes}), {found['parameters']:,} parameters, {found['bytes'] / 1e6:,.1f} MB",
         f"  components: {components}",
         f"  blocks: {' '.join(found['blocks']) or 'none'}",
     ]
+    lines += _adapter_lines(found)
     if found["coded"]:
         lines.append(f"  coded weights: {', '.join(found['coded'])}")
-    if found["hashes"]["sha256"]:
-        lines.append(f"  sha256: {found['hashes']['sha256']}")
-    lines += [f"  {key}: {textwrap.shorten(value, 90)}" for key, value in found["metadata"].items()]
+    lines += [f"  {name}: {value}" for name, value in found["hashes"].items() if value]
+    shown = {key: value for key, value in found["metadata"].items() if key not in found["hashes"]}
+    lines += [f"  {key}: {textwrap.shorten(value, 90)}" for key, value in shown.items()]
     if found["recipe"]:
         lines.append("  recipe: yes (lib-merge recipe FILE prints it)")
     lines += [f"  note: {note}" for note in found["notes"]]
@@ -176,3 +177,23 @@ def blocks_text(shapes: Mapping[str, Mapping[str, float]], lists: Mapping[int, S
     for size, names in lists.items():
         lines += textwrap.wrap(f"{size:<14}{' '.join(names)}", 110, initial_indent="  ", subsequent_indent=" " * 16)
     return "\n".join(lines)
+
+
+def _adapter_lines(found: Mapping[str, Any]) -> list[str]:
+    """What only adapters have."""
+    lines = []
+    if found.get("modules"):
+        per_block = ", ".join(f"{name} {count}" for name, count in found["modules_per_block"].items())
+        lines.append(f"  {found['modules']} modules: {per_block}")
+        lines += [f"  {name}: {_spread(found[name])}" for name in ("ranks", "alphas") if found[name]]
+    if found["trigger_words"]:
+        lines.append(f"  trigger words: {textwrap.shorten(', '.join(found['trigger_words']), 200)}")
+    return lines
+
+
+def _spread(counts: Mapping[str, int]) -> str:
+    """`16` where all modules have one number, else `16 (200 modules), 8 (64)`."""
+    first, *others = counts.items()
+    if not others:
+        return first[0]
+    return ", ".join([f"{first[0]} ({first[1]} modules)", *(f"{number} ({count})" for number, count in others)])
