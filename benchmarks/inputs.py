@@ -20,7 +20,10 @@ import numpy.typing as npt
 import platformdirs
 
 TOPOLOGIES = Path(__file__).parent / "topologies"
-MODELS = {"sd15": "sd15_ldm", "sdxl_unet": "sdxl_unet"}
+MODELS = {"sd15": "sd15_ldm", "sdxl_unet": "sdxl_unet", "sdxl": "sdxl_base_sgm"}
+# Checkpoint -> a LoRA for it.
+LORAS = {"sdxl": "lora_kohya_sdxl_r16", "sd15": "lora_kohya_sd15_r16"}
+SIGMA_FACTOR, LORA_ALPHA = 0.03, 8.0
 SIGMA, SIGMA_DIFFERENCE, SEED = 0.02, 0.002, 20
 TILE = 1 << 20
 SIZES = {"I64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -34,9 +37,9 @@ def default_folder() -> Path:
     return Path(given) if given else Path(platformdirs.user_cache_dir("lib_merge")) / "benchmarks"
 
 
-def topology(model: str) -> Topology:
+def topology(name: str) -> Topology:
     """Key -> (dtype, shape), in the order that safetensors writes: widest dtype first, then by name."""
-    raw = json.loads((TOPOLOGIES / f"{MODELS[model]}.json").read_text())
+    raw = json.loads((TOPOLOGIES / f"{name}.json").read_text())
     return {
         key: (dtype, shape) for key, (dtype, shape) in sorted(raw.items(), key=lambda kv: (-SIZES[kv[1][0]], kv[0]))
     }
@@ -97,7 +100,7 @@ def ready(path: Path, head: bytes, size: int) -> bool:
 
 def build_pair(model: str, folder: Path) -> tuple[Path, Path]:
     """Make the pair of one model unless it is there; gives the paths of A and B."""
-    tensors = topology(model)
+    tensors = topology(MODELS[model])
     head, size = header(tensors)
     a, b = (folder / f"{model}_{which}.safetensors" for which in "ab")
     if ready(a, head, size) and ready(b, head, size):
@@ -120,10 +123,48 @@ def build_pair(model: str, folder: Path) -> tuple[Path, Path]:
     return a, b
 
 
+def build_base(model: str, folder: Path) -> Path:
+    """Make A of the pair alone, with the same bytes, unless it is there."""
+    tensors = topology(MODELS[model])
+    return _build(folder / f"{model}_a.safetensors", tensors, (a for a, _ in tiles(tensors)))
+
+
+def build_loras(model: str, folder: Path, count: int) -> list[Path]:
+    """Make LoRAs for a model unless they are there: factors ~ N(0, 0.03), alpha 8, real names and shapes."""
+    tensors = topology(LORAS[model])
+    return [
+        _build(folder / f"{model}_lora{number}.safetensors", tensors, _factors(tensors, number))
+        for number in range(count)
+    ]
+
+
+def _factors(tensors: Topology, number: int) -> Iterator[npt.NDArray[Any]]:
+    random = np.random.Generator(np.random.SFC64(SEED + number))
+    for dtype, shape in tensors.values():
+        values = SIGMA_FACTOR * random.standard_normal(shape, dtype=np.float32) if shape else np.float32(LORA_ALPHA)
+        yield CAST[dtype](np.asarray(values, np.float32))
+
+
+def _build(path: Path, tensors: Topology, data: Iterator[npt.NDArray[Any]]) -> Path:
+    """Write one file and publish it by a rename, unless it is there."""
+    head, size = header(tensors)
+    if ready(path, head, size):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb", buffering=0) as file:
+        file.write(head)
+        for array in data:
+            file.write(np.ascontiguousarray(array).tobytes())
+        os.fsync(file.fileno())
+    part.replace(path)
+    return path
+
+
 def main() -> None:
     """Build the pairs that are asked for and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--models", default="sd15,sdxl_unet", help="comma-separated (default: %(default)s)")
     parser.add_argument("--dir", type=Path, default=default_folder(), help="default: %(default)s")
     args = parser.parse_args()
     for model in args.models.split(","):

@@ -38,6 +38,21 @@ def lib_merge(method: str, args: argparse.Namespace) -> Work:
     return lambda: merge(args.a, args.b, out=args.out, method=method, **parameters, **running)
 
 
+def bake(args: argparse.Namespace) -> Work:
+    """LoRAs B, C … at strength 0.8 into checkpoint A."""
+    import torch
+
+    from lib_merge import bake
+
+    torch.empty(1)
+    for package in (*WARM_PACKAGES, "lib_merge.adapters"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, package + "."):
+            importlib.import_module(module.name)
+    loras = [(path, 0.8) for path in (args.b, *args.more)]
+    running = {"threads": args.threads, "fsync": args.fsync, "overwrite": True}
+    return lambda: bake(args.a, *loras, out=args.out, **running)
+
+
 def peer_ram(args: argparse.Namespace) -> Work:
     """What the mergers built into web UIs do: both state dicts in RAM, a float32 loop, save."""
     import torch
@@ -78,7 +93,7 @@ def peer_mecha(args: argparse.Namespace) -> Work:
     return work
 
 
-PEERS: dict[str, Callable[[argparse.Namespace], Work]] = {"peer_ram": peer_ram, "peer_mecha": peer_mecha}
+JOBS: dict[str, Callable[[argparse.Namespace], Work]] = {"bake": bake, "peer_ram": peer_ram, "peer_mecha": peer_mecha}
 
 
 def sync(path: Path) -> None:
@@ -93,14 +108,15 @@ def sync(path: Path) -> None:
 def main() -> None:
     """Parse, import, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", help=f"method of lib_merge, or one of {', '.join(PEERS)}")
+    parser.add_argument("job", help=f"method of lib_merge, or one of {', '.join(JOBS)}")
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)
+    parser.add_argument("more", nargs="*", type=Path, help="further LoRAs of the job bake")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--fsync", action="store_true")
     args = parser.parse_args()
-    work = PEERS[args.job](args) if args.job in PEERS else lib_merge(args.job, args)
+    work = JOBS[args.job](args) if args.job in JOBS else lib_merge(args.job, args)
     report(measured(work))
 
 

@@ -86,7 +86,7 @@ def machine() -> dict[str, str]:
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument("--models", default="sd15,sdxl_unet", help=f"of {','.join(MODELS)} (default: %(default)s)")
     parser.add_argument("--methods", default="weighted_sum,power_up_dare", help="default: %(default)s")
     parser.add_argument("--rows", default="plain", help=f"of {','.join(ROWS)} (default: %(default)s)")
     parser.add_argument("--peers", action="store_true", help="other mergers too, in the plain row")

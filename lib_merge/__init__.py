@@ -19,7 +19,7 @@ from .execute import Result
 from .fold import Checked, Folded, Reproduced, fold, fold_check, quantizer_check
 from .inspection import inspect
 from .job import Job
-from .merge import convert, merge, run
+from .merge import bake, convert, merge, run
 from .plan import Plan, make_plan
 from .recipe import Recipe
 from .verify import Verified, verify
@@ -46,6 +46,7 @@ __all__ = [
     "Result",
     "Verified",
     "__version__",
+    "bake",
     "compare",
     "convert",
     "fold",

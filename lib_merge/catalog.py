@@ -10,7 +10,7 @@ from pathlib import Path
 from .errors import FileError, PlanError, Problem
 from .files.hashes import HashCache
 from .files.open import open_model
-from .recipe import Recipe, Slot, files
+from .recipe import Recipe, Slot, called, files
 
 PathLike = Path | str
 
@@ -112,7 +112,8 @@ def _is_model(folder: Path) -> bool:
     names = [item.name for item in _listed(folder)]
     if any(name.endswith(".index.json") or name == "model_index.json" for name in names):
         return True
-    return "config.json" in names and any(name.endswith(MODEL_SUFFIXES) for name in names)
+    configured = "config.json" in names or "adapter_config.json" in names
+    return configured and any(name.endswith(MODEL_SUFFIXES) for name in names)
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -181,7 +182,7 @@ def refuse_missing(missing: Mapping[str, FileError]) -> None:
     if missing:
         raise PlanError(
             [
-                Problem("error", f"model {slot}: {error.what}", error.file, error.tensor, error.hint)
+                Problem("error", f"{called(slot)}: {error.what}", error.file, error.tensor, error.hint)
                 for slot, error in missing.items()
             ]
         )

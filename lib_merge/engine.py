@@ -14,7 +14,7 @@ from .files.source import Source
 from .kernels.registry import Measure, method
 from .lazy import torch
 from .plan import Plan
-from .steps import Merged, Step, Stored, leaves
+from .steps import Baked, Merged, Step, Stored
 from .tiles import TILE, cut, keep_elements, kept
 from .worker import Sink, Tile, Watch, Worker
 
@@ -202,8 +202,7 @@ def _measures_of(step: Step) -> tuple[Measure, ...]:
 
 
 def _tiles(step: Step, size: int) -> Iterator[Tile]:
-    wide = any(leaf.dtype == "F64" for leaf in leaves(step.node))
-    return (Tile(step, low, min(low + size, step.numel), wide) for low in range(0, step.numel, size))
+    return (Tile(step, low, min(low + size, step.numel), step.wide) for low in range(0, step.numel, size))
 
 
 def work_list(
@@ -218,7 +217,7 @@ def work_list(
         if step.verbatim:
             run.append(step)
         else:
-            whole = step.whole or kept(step, threads)
+            whole = step.whole or kept(step, threads) or isinstance(step.node, Baked)
             yield from _tiles(step, max(step.numel, 1) if whole else cut(step.node, tile))
     yield from _copies(run)
 

@@ -1,4 +1,4 @@
-"""`merge`, `convert` and `run`: the Python API of the main jobs; each builds a recipe, plans it and carries it out."""
+"""`merge`, `bake`, `convert` and `run`: the Python API of the main jobs; each builds a recipe and carries it out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from .blocks import parse as parse_blocks
 from .catalog import PathLike, known_hashes, locate
+from .changes import STRENGTH, adapter_path
 from .errors import OutputError, RecipeError
 from .execute import Result, Running, execute, planned
 from .files.sidecar import sidecar_of, taken
@@ -16,8 +17,16 @@ from .files.target import numbered
 from .kernels.registry import method as find_method
 from .metadata import text_metadata
 from .plan import base_slot, make_plan
-from .recipe import Component, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value
+from .recipe import Component, Lora, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value, lora_slots
 
+# A LoRA: path; then strength, the text encoders' strength (None: the same) and block weights, as far as they are given.
+LoraLike = (
+    PathLike
+    | tuple[PathLike]
+    | tuple[PathLike, float]
+    | tuple[PathLike, float, float | None]
+    | tuple[PathLike, float, float | None, str]
+)
 SLOTS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -41,6 +50,8 @@ def merge(
     mismatch: Mismatch = "skip",
     allow_mixed_prediction: bool = False,
     vae: PathLike | None = None,
+    loras: Sequence[LoraLike] = (),
+    lora_alpha: float | None = None,
     save_dtype: SaveDtype = "auto",
     override_dtype: bool = False,
     metadata: Mapping[str, Any] | None = None,
@@ -69,6 +80,8 @@ def merge(
         mismatch: what happens where another model lacks a tensor: `skip`, `zeros` or `error`.
         allow_mixed_prediction: merge although only one of A and B has the marker v_pred or ztsnr; A's markers stay.
         vae: file whose VAE replaces A's.
+        loras: LoRAs to bake into the result: paths, or tuples as for `bake`.
+        lora_alpha: alpha of LoRAs that carry none.
         save_dtype: least precise dtype to store: auto, keep, fp64, fp32, fp16, bf16, fp8_e4m3fn, fp8_e5m2.
         override_dtype: force every float tensor to `save_dtype`.
         metadata: extra header metadata; values that are not text become JSON.
@@ -83,6 +96,7 @@ def merge(
     if len(more) > len(SLOTS) - 2:
         raise RecipeError(f"{len(more) + 2} models are more than the {len(SLOTS)} that a recipe has room for")
     paths = dict(zip(SLOTS, (a, b, *more), strict=False))
+    baked, lora_paths = _named_loras(loras, lora_alpha)
     recipe = Recipe(
         task="merge",
         method=method,
@@ -98,9 +112,72 @@ def merge(
         mismatch=mismatch,
         allow_mixed_prediction=allow_mixed_prediction,
         vae=None if vae is None else Slot(file=_name(vae)),
+        loras=baked,
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )
-    return run(recipe, out=out, files=paths | ({} if vae is None else {"vae": vae}), **running)
+    return run(recipe, out=out, files=paths | lora_paths | ({} if vae is None else {"vae": vae}), **running)
+
+
+def bake(
+    checkpoint: PathLike,
+    *loras: LoraLike,
+    out: PathLike,
+    blocks: str | Mapping[str, float] = "",
+    lora_alpha: float | None = None,
+    exclude: str | Sequence[str] = (),
+    include_mode: bool = False,
+    glob: bool = False,
+    save_dtype: SaveDtype = "auto",
+    override_dtype: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    **running: Any,
+) -> Result:
+    """Add LoRAs to a checkpoint: W + Σ strength·ΔW, summed in float32 or wider, rounded once.
+
+    Args:
+        checkpoint: file or folder; the base that the output follows.
+        *loras: adapter files or PEFT folders of any format: path, or (path, strength, te_strength, blocks), of which
+            the later ones may be left out.
+        out: file to write (`.safetensors`), or folder when the checkpoint is one.
+        blocks: weights for LoRAs without their own, as text (see `lib_merge.blocks.parse`) or name -> number; a number
+            multiplies the strength, blocks not named keep it, BASE is what lies outside the blocks, text encoders too.
+        lora_alpha: alpha of LoRAs that carry none; without it their scale alpha/rank is 1.
+        exclude: patterns of tensors that keep the checkpoint's values.
+        include_mode: bake only into what `exclude` matches.
+        glob: patterns are globs instead of regular expressions.
+        save_dtype: least precise dtype to store: auto, keep, fp64, fp32, fp16, bf16, fp8_e4m3fn, fp8_e5m2.
+        override_dtype: force every float tensor to `save_dtype`.
+        metadata: extra header metadata; values that are not text become JSON.
+        **running: fields of `Running`.
+
+    Raises:
+        MergeError: see `lib_merge.errors`; nothing is written in that case.
+    """
+    baked, paths = _named_loras(loras, lora_alpha)
+    values = parse_blocks(blocks) if isinstance(blocks, str) else {name: {"": value} for name, value in blocks.items()}
+    recipe = Recipe(
+        task="bake",
+        models={"A": Slot(file=_name(checkpoint))},
+        loras=baked,
+        blocks={name: {param or STRENGTH: value for param, value in entry.items()} for name, entry in values.items()},
+        exclude=_patterns(exclude),
+        include_mode=include_mode,
+        glob=glob,
+        output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
+    )
+    return run(recipe, out=out, files={"A": checkpoint} | paths, **running)
+
+
+def _named_loras(given: Sequence[LoraLike], alpha: float | None) -> tuple[tuple[Lora, ...], dict[str, PathLike]]:
+    """The recipe's LoRAs, and slot -> path."""
+    loras, paths = [], []
+    for item in given:
+        path, *rest = item if isinstance(item, tuple) else (item,)
+        fields = dict(zip(("strength", "te_strength", "blocks"), rest, strict=False))
+        paths.append(adapter_path(path))
+        loras.append(Lora(file=_name(paths[-1]), alpha=alpha, **fields))  # type: ignore[arg-type]
+    named = tuple(loras)
+    return named, {slot: path for (slot, _), path in zip(lora_slots(Recipe(loras=named)), paths, strict=True)}
 
 
 def _name(path: PathLike) -> str:

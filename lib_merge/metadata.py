@@ -109,15 +109,23 @@ def _with_parents(recipe: Recipe, sources: Mapping[str, Source], path: str) -> R
             return None
         if slot.recipe is not None:
             return Slot(recipe=_with_parents(slot.recipe, sources, f"{path}{name}."))
-        text = sources[path + name].metadata.get(METADATA_KEY, "")
-        try:
-            parent = recipes.from_json(text) if 0 < len(text) <= _LARGEST_PARENT_BYTES else None
-        except RecipeError:  # written by a newer version: the file is usable, its story is not readable
-            parent = None
-        return Slot(file=slot.file, sha256=slot.sha256, made_by=parent)
+        return Slot(file=slot.file, sha256=slot.sha256, made_by=_made_by(sources[path + name]))
 
     models = {name: told(name, slot) for name, slot in recipe.models.items()}
-    return msgspec.structs.replace(recipe, models=models, vae=told("vae", recipe.vae))
+    loras = tuple(
+        msgspec.structs.replace(lora, made_by=_made_by(sources[path + name]))
+        for name, lora in recipes.lora_slots(recipe)
+    )
+    return msgspec.structs.replace(recipe, models=models, vae=told("vae", recipe.vae), loras=loras)
+
+
+def _made_by(source: Source) -> Recipe | None:
+    """The recipe that an input itself holds."""
+    text = source.metadata.get(METADATA_KEY, "")
+    try:
+        return recipes.from_json(text) if 0 < len(text) <= _LARGEST_PARENT_BYTES else None
+    except RecipeError:  # written by a newer version: the file is usable, its story is not readable
+        return None
 
 
 def _host_recipe(recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:

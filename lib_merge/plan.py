@@ -17,7 +17,7 @@ from .files.sink import OutPart
 from .files.source import Part, Source
 from .files.target import target_problems
 from .metadata import header_metadata
-from .recipe import Recipe
+from .recipe import Recipe, called
 from .resolve import Resolved, resolve
 from .steps import Step
 from .tiles import KEEP_BYTES, worker_bytes
@@ -198,14 +198,18 @@ def _open_all(recipe: Recipe, files: Mapping[str, Path | str]) -> dict[str, Sour
     for slot, model in recipes.files(recipe):
         if slot not in files:
             problems.append(
-                Problem("error", f"no file is given for model {slot} ({model.file})", hint="name the folder it lies in")
+                Problem(
+                    "error",
+                    f"no file is given for {called(slot)} ({model.file})",
+                    hint="name the folder it lies in",
+                )
             )
             continue
         path = Path(files[slot])
         try:
             sources[slot] = opened[path] = opened.get(path) or open_model(path)
         except FileError as error:
-            problems.append(Problem("error", f"model {slot}: {error.what}", error.file, error.tensor, error.hint))
+            problems.append(Problem("error", f"{called(slot)}: {error.what}", error.file, error.tensor, error.hint))
     if problems:
         raise PlanError(problems)
     return sources
@@ -214,7 +218,7 @@ def _open_all(recipe: Recipe, files: Mapping[str, Path | str]) -> dict[str, Sour
 def _source_notes(sources: Mapping[str, Source]) -> Iterable[Problem]:
     for slot, source in sources.items():
         for note in source.notes:
-            yield Problem("note", f"model {slot}: {note}", str(source.path))
+            yield Problem("note", f"{called(slot)}: {note}", str(source.path))
 
 
 def _other_files(recipe: Recipe, sources: Mapping[str, Source], hashes: Mapping[str, str]) -> Iterable[Problem]:
@@ -228,7 +232,7 @@ def wrong_file(slot: str, path: Path) -> Problem:
     """The finding that an input is not the file the recipe names."""
     return Problem(
         "error",
-        f"model {slot} has another sha256 than the recipe says: it is not the same file",
+        f"{called(slot)} has another sha256 than the recipe says: it is not the same file",
         str(path),
         hint="find the file that the recipe was made with",
     )

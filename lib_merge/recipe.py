@@ -47,13 +47,25 @@ class Slot(_Data, frozen=True, omit_defaults=True):
 
 
 class Lora(_Data, frozen=True):
-    """A LoRA to bake, with its strengths."""
+    """A LoRA to bake, with its strengths; any kind of adapter file counts.
+
+    Attributes:
+        file: file or PEFT folder by name, no path.
+        sha256: of the file, once known (a folder's, its `adapter_config.json` included: see `files.hashes.combined`).
+        strength: multiplier of what it changes; any sign.
+        te_strength: of the text encoders; None for the same.
+        blocks: block weights as text (see `blocks.parse`); a number multiplies the strength, blocks not named keep it.
+        alpha: for files that carry none; None takes their rank, so that their scale is 1.
+        made_by: how the file was made, as it says itself; told along, not carried out.
+    """
 
     file: str
     sha256: str | None = None
     strength: float = 1.0
     te_strength: float | None = None
     blocks: str = ""
+    alpha: float | None = None
+    made_by: Recipe | None = None
 
 
 class Rule(_Data, frozen=True):
@@ -81,8 +93,8 @@ class Recipe(_Data, frozen=True):
         params: the method's parameters by name; those left out take the method's defaults.
         seed: of random methods, 0 … 2**64 − 1.
         models: slot name (A, B, C, …) -> model; None leaves a slot open (presets).
-        loras: LoRAs to bake into the result.
-        blocks: block name or range -> parameters.
+        loras: LoRAs to bake into the result, before its one rounding.
+        blocks: block name or range -> parameters; of the task bake: -> `strength`, for LoRAs without their own.
         rules: parameters by name pattern.
         exclude: patterns of tensors that keep A's values; with `include_mode`, of those that are merged.
         discard: patterns of tensors that are left out of the output.
@@ -166,12 +178,27 @@ def json_schema() -> dict[str, Any]:
 
 
 def files(recipe: Recipe, path: str = "") -> Iterator[tuple[str, Slot]]:
-    """Yield (slot path, slot) of every input file, nested ones too: `A`, `B`, `B.C`, `vae`."""
-    for name, slot in sorted([*recipe.models.items(), ("vae", recipe.vae)]):
+    """Yield (slot path, slot) of every input file, nested ones too: `A`, `B`, `B.C`, `vae`, `lora1`."""
+    loras = [(name, Slot(file=lora.file, sha256=lora.sha256)) for name, lora in lora_slots(recipe)]
+    for name, slot in sorted([*recipe.models.items(), ("vae", recipe.vae)]) + loras:
         if slot is not None and slot.recipe is not None:
             yield from files(slot.recipe, f"{path}{name}.")
         elif slot is not None:
             yield path + name, slot
+
+
+def lora_slots(recipe: Recipe) -> Iterator[tuple[str, Lora]]:
+    """Yield (slot, LoRA) of a recipe's own LoRAs: `lora1`, `lora2` and so on."""
+    return ((f"lora{number}", lora) for number, lora in enumerate(recipe.loras, 1))
+
+
+def called(slot: str) -> str:
+    """What a slot path is called in messages: `model A`, `LoRA 2`, `LoRA 1 of B`."""
+    inside, _, name = slot.rpartition(".")
+    number = name.removeprefix("lora")
+    if number == name:
+        return f"model {slot}"
+    return f"LoRA {number}" + (f" of {inside}" if inside else "")
 
 
 def with_hashes(recipe: Recipe, hashes: Mapping[str, str], path: str = "") -> Recipe:
@@ -185,7 +212,10 @@ def with_hashes(recipe: Recipe, hashes: Mapping[str, str], path: str = "") -> Re
         return Slot(file=slot.file, sha256=hashes.get(path + name, slot.sha256), made_by=slot.made_by)
 
     models = {name: filled(name, slot) for name, slot in recipe.models.items()}
-    return msgspec.structs.replace(recipe, models=models, vae=filled("vae", recipe.vae))
+    loras = tuple(
+        msgspec.structs.replace(lora, sha256=hashes.get(path + name, lora.sha256)) for name, lora in lora_slots(recipe)
+    )
+    return msgspec.structs.replace(recipe, models=models, vae=filled("vae", recipe.vae), loras=loras)
 
 
 _CHOICES = {"task": Task, "mismatch": Mismatch, "save_dtype": SaveDtype, "only": Component}
@@ -247,8 +277,9 @@ def _current(document: object, where: object) -> object:
                 f"the recipe has version {version!r}, this program knows {VERSION}", file=where, hint="update lib_merge"
             )
         document = UPGRADES[version](document)
-    models = document.get("models")
-    for slot in [*(models.values() if isinstance(models, dict) else ()), document.get("vae")]:
+    models, loras = document.get("models"), document.get("loras")
+    loras = loras if isinstance(loras, (list, tuple)) else ()
+    for slot in [*(models.values() if isinstance(models, dict) else ()), document.get("vae"), *loras]:
         for field in ("recipe", "made_by"):
             if isinstance(slot, dict) and slot.get(field) is not None:
                 slot[field] = _current(slot[field], where)
@@ -257,8 +288,7 @@ def _current(document: object, where: object) -> object:
 
 def _check_names(recipe: Recipe, where: object) -> None:
     """Files stand in a recipe by name: a path would tell of one machine, and could lead out of the folders meant."""
-    names = [slot.file or "" for _, slot in files(recipe)] + [lora.file for lora in recipe.loras]
-    for name in names:
+    for name in [slot.file or "" for _, slot in files(recipe)]:
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise RecipeError(
                 f"a recipe names files without their folders, not {name!r}",

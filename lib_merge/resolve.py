@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from .changes import NO_LORAS, Matched, baked, match
 from .channels import Shared, shared_channels
 from .decoding import Tensors, as_stored, decoded
 from .dtype_rule import stored_dtype, width_notes
@@ -23,7 +24,7 @@ from .quant.coded import HINT as CODED_HINT
 from .recipe import Recipe, Slot
 from .repairs import REPAIRED, position_problems, repaired
 from .settings import Settings, checked
-from .steps import Joined, Merged, Node, Scaled, Step, Stored, Zeros
+from .steps import Baked, Joined, Merged, Node, Scaled, Step, Stored, Zeros
 from .vae import replaced_vae
 from .wording import count_of, named
 
@@ -71,6 +72,7 @@ def resolve(recipe: Recipe, sources: Mapping[str, Source], path: str = "") -> Re
             slots[name] = slot
     recipe = msgspec.structs.replace(recipe, models=slots)
     resolver = _Resolver(recipe, {name: decoded(nodes, recipe.output) for name, nodes in models.items()}, path)
+    resolver.matched = match(recipe, _shapes(resolver.models["A"]), resolver.family, sources, path)
     if recipe.vae is not None:
         theirs = _stored(f"{path}vae", sources[f"{path}vae"])
         resolver.vae = replaced_vae(models["A"], resolver.family, theirs)
@@ -81,7 +83,7 @@ def resolve(recipe: Recipe, sources: Mapping[str, Source], path: str = "") -> Re
         recipe,
         tuple(steps),
         (*discarded, *resolver.discarded),
-        (*unused, *resolver.unused()),
+        (*unused, *resolver.unused(), *resolver.matched.unused),
         (*problems, *resolver.problems(steps)),
     )
 
@@ -113,6 +115,7 @@ class _Resolver:
     vae: dict[str, Stored] = field(default_factory=dict)
     vae_unused: list[tuple[str, str]] = field(default_factory=list)
     merged: list[str] = field(default_factory=list)
+    matched: Matched = NO_LORAS
     kept_codes: list[str] = field(default_factory=list)
     cautions: dict[str, list[str]] = field(default_factory=dict)
     found: list[Problem] = field(default_factory=list)
@@ -138,15 +141,26 @@ class _Resolver:
             self.discarded.append(key)
             return None
         if key in self.vae:
-            return self._copy(key, self.vae[key], "taken from the VAE file")
+            return self._bake(self._copy(key, self.vae[key], "taken from the VAE file"))
         if key in self.sides:
             return self._copy(key, base, "goes with fp8 codes")
         if (table := repaired(key, base)) is not None:
             return Step(key, table.dtype, table.shape, "copied", table, REPAIRED)
+        if self._excluded(key):
+            return self._copy(key, base, "not included" if self.recipe.include_mode else "excluded")
+        return self._bake(self._merged_or_copied(key, base, operands))
+
+    def _excluded(self, key: str) -> bool:
+        return self.recipe.task != "convert" and self.exclude.match(key) != self.recipe.include_mode
+
+    def _bake(self, step: Step) -> Step:
+        """The step with the recipe's LoRAs on top, if they change it."""
+        return step if self._excluded(step.key) else baked(step, self.matched, self.coded["A"])
+
+    def _merged_or_copied(self, key: str, base: Node, operands: dict[str, Node | None]) -> Step:
+        """What the method makes of a tensor, LoRAs left aside."""
         if self.method is None:
             return self._copy(key, base, "")
-        if self.exclude.match(key) != self.recipe.include_mode:
-            return self._copy(key, base, "not included" if self.recipe.include_mode else "excluded")
         self._refuse_coded(key, base, operands)
         shared = shared_channels({"A": base, **operands}) if is_first_layer(key, self.family) else None
         first = base
@@ -207,7 +221,7 @@ class _Resolver:
         elif dtype != node.dtype and key not in self.vae and key in self.coded["A"]:
             self._keep_codes(key)
             dtype = node.dtype
-        return Step(key, dtype, node.shape, "merged" if isinstance(node, Merged) else "copied", node, reason)
+        return Step(key, dtype, node.shape, "merged" if isinstance(node, (Merged, Baked)) else "copied", node, reason)
 
     def _keep_codes(self, key: str) -> None:
         """Codes have the dtype they have: convert refuses another one, a merge that excludes them leaves them alone."""
@@ -226,7 +240,8 @@ class _Resolver:
         """
         codes = [key for key, node in self.models["A"].items() if isinstance(node, Scaled)]
         names_dtype = self.recipe.output.save_dtype not in ("auto", "keep")
-        if (self.method is None and names_dtype) or not set(codes).isdisjoint(self.merged):
+        numbers = {*self.merged, *(step.key for step in steps if isinstance(step.node, Baked))}
+        if (self.method is None and names_dtype) or not numbers.isdisjoint(codes):
             gone = [step.key for step in steps if step.key in self.sides]
             if codes:
                 self.discarded += gone
@@ -299,6 +314,9 @@ class _Resolver:
             self.found += prediction_problems(self.models["A"], self.models["B"], allowed=allowed)
         if self.method is not None and not self.merged:
             self.found.append(self._nothing_merged())
+        self.found += self.matched.problems
+        if self.matched.changes and not any(isinstance(step.node, Baked) for step in steps):
+            self.found.append(Problem("error", "nothing would be baked: what the LoRAs change is left out or excluded"))
         if not steps:
             lacking = f"; model A has no {self.recipe.only}" if self.recipe.only else ""
             self.found.append(Problem("error", f"nothing is left: every tensor is discarded{lacking}"))

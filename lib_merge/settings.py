@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -24,23 +25,26 @@ def checked(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
         RecipeError: task, method, parameter, seed or slots do not fit together.
     """
     recipe = validated(recipe)
-    if recipe.task not in ("merge", "convert"):
+    if recipe.task not in ("merge", "convert", "bake"):
         raise RecipeError(f"this version cannot run the task {recipe.task}", hint="update lib_merge")
-    if recipe.loras:
-        raise RecipeError("this version cannot bake LoRAs", hint="update lib_merge")
     if not 0 <= recipe.seed < _SEEDS:
         raise RecipeError(f"seed must be 0 … 2**64 − 1, not {recipe.seed}")
     if recipe.output.override_dtype and recipe.output.save_dtype in ("auto", "keep"):
         raise RecipeError("override_dtype has nothing to force", hint="name a dtype with --save-dtype")
     if reserved := [name for name in recipe.output.metadata if name.startswith(("lib_merge.", "sd_merge_"))]:
         raise RecipeError(f"the metadata name {reserved[0]} is lib_merge's own", hint="choose another name")
-    if recipe.task == "convert":
-        _check_slots(recipe, "convert", ("A",))
-        if recipe.method or recipe.params:
-            raise RecipeError("convert takes no method and no parameters")
-        return recipe, []
-    if recipe.only:
+    _check_strengths(recipe)
+    if recipe.only and recipe.task != "convert":
         raise RecipeError("only is for the task convert")
+    if recipe.task != "merge":
+        _check_slots(recipe, recipe.task, ("A",))
+        if recipe.method or recipe.params:
+            raise RecipeError(f"{recipe.task} takes no method and no parameters")
+        if recipe.task == "convert" and recipe.loras:
+            raise RecipeError("convert takes no LoRAs", hint="the task bake does")
+        if recipe.task == "bake" and not recipe.loras:
+            raise RecipeError("bake needs a LoRA", hint="lib-merge bake CHECKPOINT LORA -o OUT")
+        return recipe, []
     if recipe.method is None:
         raise RecipeError("the recipe names no method", hint="lib-merge methods lists them")
     chosen = method(recipe.method)
@@ -63,6 +67,13 @@ def _moved(chosen: Method, values: Mapping[str, Value], where: str) -> list[Prob
         for name, value in values.items()
         if checked_values[name] != value
     ]
+
+
+def _check_strengths(recipe: Recipe) -> None:
+    for lora in recipe.loras:
+        for name, value in (("strength", lora.strength), ("te_strength", lora.te_strength), ("alpha", lora.alpha)):
+            if value is not None and not math.isfinite(value):
+                raise RecipeError(f"{name} of {lora.file} is no finite number: {value}")
 
 
 def _check_slots(recipe: Recipe, what: str, wanted: tuple[str, ...]) -> None:
@@ -92,7 +103,7 @@ class Settings:
         self._general, self._family = recipe.params, family
         self._blocks: dict[str, dict[str, Value]] = {}
         self.notes: list[Problem] = []
-        if recipe.blocks:
+        if recipe.blocks and recipe.task != "bake":  # there they are weights of the LoRAs
             self._set_blocks(recipe, chosen, block_names(keys, family, overrides=True), layer_names(keys, family))
         self._rules = []
         for rule in recipe.rules:

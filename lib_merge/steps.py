@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from .adapters import Format
+from .families import Place
 from .kernels.registry import Value
 
 Action = Literal["merged", "copied"]
@@ -146,7 +148,73 @@ class Merged:
         return math.prod(self.shape[1:])
 
 
-Node = Stored | Zeros | Counting | Scaled | Channels | Joined | Merged
+@dataclass(frozen=True)
+class Change:
+    """What one module of a LoRA does to a tensor.
+
+    Attributes:
+        slot: slot path of the LoRA.
+        format: id of its adapter format.
+        keys: role -> key in the LoRA's file.
+        settings: of the format.
+        strength: multiplier, block weight included; 0: nothing is done.
+        place: which rows of the tensor are meant, and how the module's own stand to them.
+        shape: of the module's own weight; [out, in …] as many elements as its change.
+        rank: where the format has one.
+        numel: elements of the parts that are held in memory.
+        whole: it needs the whole tensor; the others may be cut between rows.
+        guessed: its file does not say how it is scaled: the scale is 1.
+    """
+
+    slot: str
+    format: str
+    keys: Mapping[str, str]
+    settings: Mapping[str, Value | str]
+    strength: float
+    place: Place
+    shape: tuple[int, ...]
+    rank: int | None = None
+    numel: int = 0
+    whole: bool = False
+    guessed: bool = False
+
+
+@dataclass(frozen=True)
+class Baked:
+    """LoRAs added to another node's value, before the one rounding.
+
+    Attributes:
+        base: what they change.
+        changes: in the order of the recipe.
+        dtype: dtype it would be stored in.
+    """
+
+    base: Node
+    changes: tuple[Change, ...]
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The base's."""
+        return self.base.shape
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The base."""
+        return (self.base,)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrix [first dimension, rest]; 1 for vectors and scalars."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def whole(self) -> bool:
+        """True when it needs the whole tensor at once."""
+        return any(change.whole and change.strength for change in self.changes)
+
+
+Node = Stored | Zeros | Counting | Scaled | Channels | Joined | Merged | Baked
 
 
 @dataclass(frozen=True)
@@ -182,10 +250,13 @@ class Step:
     @property
     def whole(self) -> bool:
         """True when it cannot be cut into tiles: only the outermost method may choose where."""
-        return any(
-            isinstance(node, (Channels, Joined))
-            or (isinstance(node, Merged) and (node.whole or (node is not self.node and (node.rows or node.measured))))
-            for node in walk(self.node)
+        return any(_needs_whole(node, node is self.node) for node in walk(self.node))
+
+    @property
+    def wide(self) -> bool:
+        """True when it is computed in float64: sources of float64, or LoRAs on top of float32."""
+        return any(leaf.dtype == "F64" for leaf in leaves(self.node)) or any(
+            isinstance(node, Baked) and node.base.dtype == "F32" for node in walk(self.node)
         )
 
     @property
@@ -196,8 +267,15 @@ class Step:
     @property
     def merge(self) -> Merged | None:
         """The outermost method that makes it, the one of reports; None where no method does."""
-        node = self.node.first if isinstance(self.node, Joined) else self.node
+        node = self.node.base if isinstance(self.node, Baked) else self.node
+        node = node.first if isinstance(node, Joined) else node
         return node if isinstance(node, Merged) else None
+
+    @property
+    def methods(self) -> str:
+        """What is applied, for reports: a method's id, `bake`, or both; empty for what is copied."""
+        merge = self.merge if self.action == "merged" else None
+        return " + ".join(([merge.method] if merge else []) + (["bake"] if isinstance(self.node, Baked) else []))
 
 
 def walk(node: Node) -> Iterator[Node]:
@@ -205,6 +283,22 @@ def walk(node: Node) -> Iterator[Node]:
     yield node
     for item in node.inputs:
         yield from walk(item)
+
+
+def _needs_whole(node: Node, outermost: bool) -> bool:
+    """True when a node keeps the step from being cut where the work is shared out."""
+    if isinstance(node, Baked):
+        return node.whole or not outermost
+    if isinstance(node, Merged):
+        return node.whole or (not outermost and (node.rows or node.measured))
+    return isinstance(node, (Channels, Joined))
+
+
+def sliced_roles(form: Format, roles: Iterable[str], place: Place) -> tuple[str, ...]:
+    """Parts of which only the rows that are worked on need be read; of low-rank formats none: their parts are small."""
+    if form.factors is not None or place.post or form.stage not in ("replace", "add"):
+        return ()
+    return form.by_rows(frozenset(roles))
 
 
 def leaves(node: Node) -> Iterator[Stored]:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from .kernels.measure import BLOCK, row_block
-from .steps import Merged, Node, Step, Stored, leaves
+from .steps import Baked, Merged, Node, Step, Stored, leaves
 
 # Elements per tile and worker: small enough for the cache, large enough that calls cost nothing.
 TILE = 1 << 18
 # What all workers together keep in memory of measured tensors between their two passes; larger ones are read twice.
 KEEP_BYTES = 64 << 20
+_BAKE_ELEMENTS = 1 << 18
 # What a worker holds beside its tiles, and the widest element of a raw buffer.
 _WORKER_BYTES = 4 << 20
 _WIDEST_BYTES = 8
+
+
+def bake_rows(columns: int) -> int:
+    """Rows that LoRAs are added to at a time: as many as fit 2**18 elements, at least one.
+
+    A constant of the definition, not a setting: where a product of matrices is cut may change its last bit.
+    """
+    return max(1, _BAKE_ELEMENTS // max(1, columns))
 
 
 def cut(node: Node, tile: int) -> int:
@@ -34,10 +43,22 @@ def kept(step: Step, threads: int) -> bool:
 
 def worker_bytes(step: Step) -> int:
     """What one worker holds while it works on a step, kept tensors aside."""
+    if isinstance(step.node, Baked):
+        return _baked_bytes(step, step.node)
     if step.whole:
         inputs = sum(1 for _ in leaves(step.node))
         return _WORKER_BYTES + (inputs + 3) * 4 * step.numel
     return _WORKER_BYTES + (_alive(step.node) + 2) * _WIDEST_BYTES * cut(step.node, TILE)
+
+
+def _baked_bytes(step: Step, node: Baked) -> int:
+    """Of a tensor with LoRAs: their parts as stored, as numbers and side by side, and what they are added to."""
+    width = _WIDEST_BYTES if step.wide else 4
+    parts = 3 * width * sum(change.numel for change in node.changes)
+    if step.whole:
+        return _WORKER_BYTES + parts + (sum(1 for _ in leaves(node)) + 3) * width * step.numel
+    block = min(step.numel, bake_rows(node.columns) * node.columns)
+    return _WORKER_BYTES + parts + (_alive(node) + 2) * _WIDEST_BYTES * max(block, TILE)
 
 
 def _alive(node: Node) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .families import Detected, block_of, component_of, detect
-from .kernels.measure import BLOCK, change_sums, compare_sums, row_block
+from .kernels.measure import BLOCK, change_sums, compare_sums, dot, row_block
 from .plan import Plan
-from .steps import Channels, Counting, Merged, Node, Scaled, Step, Stored, Zeros
+from .steps import Baked, Channels, Counting, Merged, Node, Scaled, Step, Stored, Zeros
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class Watcher:
     def before(self, step: Step, low: int, operands: list[Tensor]) -> None:
         """Measure the operands and keep A's tile, which the method may overwrite."""
         for tensors in _blocks(step, *operands[:3]):
-            self._add(step.key, compare_sums(*tensors))
+            self._add(step.key, compare_sums(*tensors) if len(tensors) > 1 else {"aa": dot(*tensors, *tensors)})
         with self._lock:
             self._before[step.key, low] = operands[0].clone()
 
@@ -64,6 +64,8 @@ class Watcher:
         for step in self._plan.steps:
             total = {name: math.fsum(values) for name, values in self._sums.get(step.key, {}).items()}
             row = _row(step, found, total, self._largest.get(step.key, math.nan))
+            if self._plan.recipe.loras:
+                row |= _lora_columns(step.node, row["max_change"])
             if isinstance(step.node, (Stored, Counting)) and step.action == "copied":  # another file's, or repaired
                 row["dtype_a"] = self._plan.sources[self._plan.base].tensors[step.key].dtype
             rows.append(row)
@@ -98,7 +100,7 @@ def _row(step: Step, found: Detected, total: dict[str, float], largest: float) -
         "component": component_of(step.key, found),
         "block": block_of(step.key, found),
         "action": step.action,
-        "method": node.method if isinstance(node, Merged) and step.action == "merged" else "",
+        "method": step.methods,
         "dtype_a": _operand_dtype(node, 0),
         "dtype_b": _operand_dtype(node, 1),
         "dtype_out": step.dtype,
@@ -116,6 +118,16 @@ def _row(step: Step, found: Detected, total: dict[str, float], largest: float) -
     return row
 
 
+def _lora_columns(node: Node, max_change: float) -> dict[str, Any]:
+    """How many modules of LoRAs change a tensor, and the rank of their sum where each of them has one."""
+    changes = node.changes if isinstance(node, Baked) else ()
+    ranks = [change.rank for change in changes if change.rank is not None]
+    rank = sum(ranks) if changes and len(ranks) == len(changes) else math.nan
+    notes = ["no change"] if changes and max_change == 0 else []
+    notes += ["no alpha in the LoRA: scale 1"] if any(change.guessed for change in changes) else []
+    return {"n": len(changes), "rank": rank, "note": ", ".join(notes)}
+
+
 _NORMS = {"norm_a": "aa", "norm_b": "bb", "norm_diff": "dd", "norm_out": "oo", "norm_change": "cc"}
 
 
@@ -126,7 +138,7 @@ def _operand_dtype(node: Node, number: int) -> str:
 
 def _dtype(node: Node) -> str:
     """As stored, where it is."""
-    if isinstance(node, (Channels, Scaled)):
+    if isinstance(node, (Baked, Channels, Scaled)):
         return _dtype(node.inputs[0])
     return "" if isinstance(node, Zeros) else node.dtype
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from .baking import Baking
 from .buffers import Buffer
 from .errors import NumberError
 from .files.dtypes import DTYPES, Dtype
@@ -19,8 +20,8 @@ from .kernels.registry import Method, method
 from .kernels.rounding import to_odd
 from .lazy import torch
 from .quant.fp8 import scaled
-from .steps import Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored, Zeros, leaves
-from .tiles import cut
+from .steps import Baked, Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored, Zeros, leaves
+from .tiles import bake_rows, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +106,9 @@ class Worker:
             numbers = np.arange(tile.low, tile.high, dtype="<i8")
             self._sink.write(step.key, numbers.itemsize * tile.low, numbers.data.cast("B"))
             return
+        if isinstance(step.node, Baked):
+            self._bake(tile, step.node)
+            return
         result = self._value(step.node, tile, _number(tile), measures, merged=False)
         self._store(step, tile.low, result)
 
@@ -127,6 +131,8 @@ class Worker:
             return scaled(codes, self._scale(node.scale), node.shape, tile.low)
         if isinstance(node, (Channels, Joined)):
             return self._side_by_side(node, tile, number, merged=merged)
+        if isinstance(node, Baked):
+            return self._baked_whole(node, tile, number)
         assert isinstance(node, Merged)
         operands = self._operands(node, tile, number)
         watch = self._watch if node is tile.step.merge and tile.step.action == "merged" else None
@@ -136,12 +142,43 @@ class Worker:
             result = self._in_two_passes(node, operands)
         else:
             result = self._apply(node, operands, tile.low, measures)
-        if watch is not None:
+        if watch is not None and not self._seen_baked(tile.step):
             watch.after(tile.step, tile.low, result)
         if node is not tile.step.node and not all_finite(result):
             file = next((self._sources[leaf.slot].path for leaf in leaves(node)), None)
             raise NumberError(f"{node.method} gives values that are not finite", file=file, tensor=tile.step.key)
         return result
+
+    def _bake(self, tile: Tile, node: Baked) -> None:
+        """Compute and write a whole tensor with LoRAs, in blocks of rows where they allow it."""
+        step, number, watch = tile.step, _number(tile), self._watch
+        baking = Baking(node, self._sources, number)
+        size = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
+        for low in range(0, step.numel, size):
+            self._taken = 0
+            piece = replace(tile, low=low, high=min(low + size, step.numel))
+            values = self._value(node.base, piece, number, (), merged=True)
+            if watch is not None and step.merge is None:
+                watch.before(step, low, [values])
+            baking.apply(values.view(-1, node.columns), low // node.columns)
+            if watch is not None and self._seen_baked(step):
+                watch.after(step, low, values)
+            self._store(step, low, values)
+
+    def _baked_whole(self, node: Baked, tile: Tile, number: torch.dtype) -> Tensor:
+        """A whole tensor with LoRAs that another node needs; flat."""
+        values = self._value(node.base, tile, number, (), merged=True)
+        if values.numel():
+            Baking(node, self._sources, number).apply(values.view(-1, node.columns), 0)
+        if not all_finite(values):
+            file = next((self._sources[change.slot].path for change in node.changes), None)
+            raise NumberError("a LoRA gives values that are not finite", file=file, tensor=tile.step.key)
+        return values
+
+    @staticmethod
+    def _seen_baked(step: Step) -> bool:
+        """True when reports are about the values with LoRAs; a method on some of the channels is seen by itself."""
+        return isinstance(step.node, Baked) and not isinstance(step.node.base, Joined)
 
     def _side_by_side(self, node: Channels | Joined, tile: Tile, number: torch.dtype, *, merged: bool) -> Tensor:
         """Input channels cut off or put together; of whole tensors, flat."""

@@ -29,6 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("catalog", "presets", "choose", "dtype_rule", "inspection", "metadata", "settings", "tiles"),
         *("channels", "decoding", "prediction", "repairs", "vae"),
     ),
+    ("changes", "baking"),
     ("resolve", "contrast"),
     ("plan", "worker", "differences"),
     ("engine", "watch"),
@@ -45,6 +46,7 @@ EXCEPTIONS = {("cli", "app"): "the command `lib-merge app` starts it"}
 
 TORCH_BELOW = {"lazy", "kernels", "adapters", "quant", "files"}
 TORCH_ABOVE = {
+    "baking",
     "buffers",
     "crew",
     "devices",

@@ -7,7 +7,7 @@ import pytest
 import lib_merge
 from lib_merge import PlanError, Recipe, RecipeError, make_plan
 from lib_merge.files.source import Source
-from lib_merge.recipe import Lora, Output, Rule, Slot
+from lib_merge.recipe import Output, Rule, Slot
 from lib_merge.steps import Merged, Stored, Zeros
 from tests.support import STORAGES, write_raw
 
@@ -414,8 +414,8 @@ def test_all_missing_files_are_named_at_once(tmp_path):
         ({"seed": -1}, "seed must be", None),
         ({"seed": 2**64}, "seed must be", None),
         ({"only": "vae"}, "only is for the task convert", None),
-        ({"task": "bake"}, "cannot run the task bake", None),
-        ({"loras": (Lora(file="x.safetensors"),)}, "LoRA", None),
+        ({"task": "fold"}, "cannot run the task fold", None),
+        ({"task": "bake", "method": None}, "bake does not use model B", None),
         ({"output": Output(override_dtype=True)}, "override_dtype has nothing", "--save-dtype"),
         ({"output": Output(override_dtype=True, save_dtype="keep")}, "override_dtype has nothing", "--save-dtype"),
         ({"output": Output(save_dtype="fp12")}, "fp12", "fp16"),

@@ -109,8 +109,8 @@ def read(tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, obj
         used = {key for piece in found for key in piece.keys.values()}
         leftover += [key for key in keys.values() if key not in used]
     formats = sorted({piece.format for piece in pieces})
-    without = sum(map(_lacks_alpha, pieces))
-    needs_alpha = any(_lacks_alpha(piece) and piece.stem.startswith(PEFT_PREFIX) for piece in pieces)
+    without = sum(map(lacks_alpha, pieces))
+    needs_alpha = any(lacks_alpha(piece) and piece.stem.startswith(PEFT_PREFIX) for piece in pieces)
     notes = (f"{without} modules have no alpha: their scale is 1 (alpha = rank)",) if without else ()
     return Adapter(tuple(pieces), tuple(ignored.items()), tuple(leftover), tuple(formats), notes, needs_alpha)
 
@@ -119,7 +119,8 @@ def _ignored(key: str) -> str | None:
     return next((why for pattern, why in _IGNORED if pattern.search(key)), None)
 
 
-def _lacks_alpha(piece: Piece) -> bool:
+def lacks_alpha(piece: Piece) -> bool:
+    """True when nothing says how a piece's factors are scaled, so that their scale is 1."""
     return piece.rank is not None and not {"alpha", "scale"} & (piece.keys.keys() | piece.settings.keys())
 
 

@@ -27,6 +27,7 @@ models_option = click.option("--models", multiple=True, metavar="DIR", help="Fol
 glob_option = click.option("--glob", is_flag=True, help="Patterns are globs (* ?) instead of regular expressions.")
 discard_option = click.option("--discard", multiple=True, metavar="P", help="Leave matching tensors out; repeatable.")
 vae_option = click.option("--vae", metavar="FILE", help="Take the VAE from this file.")
+lora_alpha_option = click.option("--lora-alpha", type=float, metavar="X", help="Alpha of LoRAs that carry none.")
 dtype_options = options(
     click.option(
         "--save-dtype",

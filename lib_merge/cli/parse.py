@@ -18,6 +18,10 @@ from ..recipe import Recipe, from_json
 from ..verify import stored_recipe
 
 _NUMBER = re.compile(r"^(?P<rest>.+?)@(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$", re.IGNORECASE)
+_LORA = re.compile(
+    r"^(?P<rest>.+?)(?P<numbers>(@[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?){1,2})(:(?P<blocks>.*))?$",
+    re.IGNORECASE | re.DOTALL,
+)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*([^\s,]+)")
 
 
@@ -33,6 +37,23 @@ def model_argument(text: str, method_id: str) -> str:
             hint=f"write {rest} and set --{method(method_id).strength}",
         )
     return text
+
+
+def lora_argument(text: str) -> tuple[str, float, float | None, str]:
+    """Split `FILE[@W[@TE_W]][:BLOCKS]` into path, strength, the text encoders' strength and block weights."""
+    if os.path.exists(text):
+        return text, 1.0, None, ""
+    named = next((at for at, letter in enumerate(text) if letter == ":" and os.path.exists(text[:at])), None)
+    if named is not None:
+        return text[:named], 1.0, None, text[named + 1 :]
+    found = _LORA.match(text)
+    if found is None:
+        return text, 1.0, None, ""
+    rest, texts = found["rest"], found["numbers"].split("@")[1:]
+    if len(texts) == 2 and os.path.exists(f"{rest}@{texts[0]}"):  # a file whose name ends like a strength
+        rest, texts = f"{rest}@{texts[0]}", texts[1:]
+    values = [float(number) for number in texts]
+    return rest, values[0], values[1] if len(values) > 1 else None, found["blocks"] or ""
 
 
 def parameters(texts: Sequence[str], short: Mapping[str, float]) -> dict[str, Any]:

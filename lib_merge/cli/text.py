@@ -9,7 +9,8 @@ from typing import Any
 from ..execute import Result
 from ..kernels.registry import Method
 from ..plan import Plan
-from ..steps import Step
+from ..recipe import called
+from ..steps import Baked, Step
 from ..version import __version__
 
 _SHOWN_STEPS = 20
@@ -40,7 +41,7 @@ def report_header(made: Result) -> dict[str, str]:
     recipe, hashes = plan.recipe, plan.known_hashes
     params = ", ".join(f"{name} {value}" for name, value in recipe.params.items())
     models = {
-        f"model {slot}": source.name + (f", sha256 {hashes[slot][:10]}…" if slot in hashes else "")
+        called(slot): source.name + (f", sha256 {hashes[slot][:10]}…" if slot in hashes else "")
         for slot, source in plan.sources.items()
     }
     versions = f"lib_merge {__version__}, torch {version('torch')}"
@@ -66,15 +67,21 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 def _step_dict(step: Step) -> dict[str, Any]:
     node = step.merge if step.action == "merged" else None
-    return {
+    described: dict[str, Any] = {
         "key": step.key,
         "dtype": step.dtype,
         "shape": list(step.shape),
         "action": step.action,
-        "method": node.method if node else None,
+        "method": step.methods or None,
         "params": dict(node.params) if node else {},
         "reason": step.reason,
     }
+    if isinstance(step.node, Baked):
+        described["loras"] = [
+            {"lora": change.slot, "format": change.format, "rank": change.rank, "strength": change.strength}
+            for change in step.node.changes
+        ]
+    return described
 
 
 def describe_plan(plan: Plan) -> str:

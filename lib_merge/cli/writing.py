@@ -1,4 +1,4 @@
-"""Commands that write models: merge, convert, run, demo."""
+"""Commands that write models: merge, bake, convert, run, demo."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from ..catalog import Catalog, refuse_missing, search
 from ..errors import OutputError, RecipeError
 from ..execute import Result
 from ..files.hashes import HashCache
-from ..merge import convert, merge, run
+from ..merge import bake, convert, merge, run
 from ..verify import verify
 from .options import (
     debug_option,
     discard_option,
     dtype_options,
     glob_option,
+    lora_alpha_option,
     models_option,
     vae_option,
     writing_options,
 )
-from .parse import metadata_object, model_argument, parameters, read_recipe, rule
+from .parse import lora_argument, metadata_object, model_argument, parameters, read_recipe, rule
 from .show import Bar, print_json, print_problems
 from .text import describe_plan, describe_result, plan_dict, report_header
 
@@ -62,6 +63,14 @@ from .text import describe_plan, describe_result, plan_dict, report_header
 @discard_option
 @glob_option
 @vae_option
+@click.option(
+    "--lora",
+    "loras",
+    multiple=True,
+    metavar="FILE[@W[@TE_W]][:BLOCKS]",
+    help="Bake this LoRA into the result; repeatable.",
+)
+@lora_alpha_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random methods.")
 @dtype_options
 @writing_options
@@ -72,6 +81,7 @@ def _merge(
     rules: Sequence[str],
     blocks: str | None,
     vae: str | None,
+    loras: Sequence[str],
     metadata: str | None,
     **options: Any,
 ) -> None:
@@ -90,6 +100,37 @@ def _merge(
             rules=[rule(r) for r in rules],
             blocks=blocks or "",
             vae=vae,
+            loras=[lora_argument(text) for text in loras],
+            metadata=metadata_object(metadata),
+            **how,
+        ),
+        options,
+    )
+
+
+@click.command("bake")
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("loras", nargs=-1, required=True, metavar="LORA[@W[@TE_W]][:BLOCKS] ...")
+@click.option("--blocks", metavar="TEXT", help="Block weights: numbers that multiply the strength, 1 where not named.")
+@lora_alpha_option
+@click.option("--exclude", multiple=True, metavar="P", help="Matching tensors keep their values; repeatable.")
+@click.option("--include-mode", is_flag=True, help="Bake only into what --exclude matches.")
+@glob_option
+@dtype_options
+@writing_options
+def _bake(checkpoint: str, loras: Sequence[str], blocks: str | None, metadata: str | None, **options: Any) -> None:
+    """Add LoRAs to a checkpoint, each with its strength W and, for the text encoders, TE_W.
+
+    Every adapter format counts: LoRA, LoCon, LoHa, LoKr, DoRA, OFT, full differences, PEFT folders. Strengths may be
+    negative. BLOCKS are block weights of one LoRA: style.safetensors@0.8:BASE=0,IN00-IN05=0.5
+    """
+    given = [lora_argument(text) for text in loras]
+    _finish(
+        lambda how: bake(
+            checkpoint,
+            *given,
+            out=how.pop("out"),
+            blocks=blocks or "",
             metadata=metadata_object(metadata),
             **how,
         ),

@@ -20,8 +20,10 @@ _READABLE = (".safetensors", ".bin")
 _INDEX = re.compile(r"\.index(\.\w+)?\.json$")
 # `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors` are other precisions of `model.safetensors`.
 _VARIANT = re.compile(r"\.(fp16|fp32|bf16|non_ema|ema)(?=[.-])")
-# What the loaders of transformers, diffusers and MLX take when other weights lie beside it.
-_USUAL = re.compile(r"(model|pytorch_model|diffusion_pytorch_model)\.(safetensors|bin)")
+# What the loaders of transformers, diffusers, PEFT and MLX take when other weights lie beside it.
+_USUAL = re.compile(r"(model|pytorch_model|diffusion_pytorch_model|adapter_model)\.(safetensors|bin)")
+# Half of a PEFT adapter: its numbers count as much as the weights, also in the folder's hash.
+_ADAPTER_CONFIG = "adapter_config.json"
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)(?:-of-(?P<count>\d+))?\.(?:safetensors|bin)")
 
 
@@ -148,7 +150,7 @@ class _Builder:
         return Source(
             self.root,
             "folder",
-            tuple(self.files),
+            tuple(self.files) + tuple(file for file in (self.root / _ADAPTER_CONFIG,) if file.is_file()),
             self.tensors,
             metadata,
             tuple(self.parts),

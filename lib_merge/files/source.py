@@ -44,7 +44,7 @@ class Source:
     Attributes:
         path: the file or folder.
         kind: `safetensors`, `pickle` or `folder`.
-        files: weights files; `TensorInfo.file` indexes them.
+        files: weights files, which `TensorInfo.file` indexes; of a PEFT folder its configuration too, as the last.
         tensors: full key -> where it lies, in the model's own order.
         metadata: strings of the header (of a folder: of all parts, the first one wins).
         parts: how the model is cut into files.

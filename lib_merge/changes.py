@@ -1,0 +1,305 @@
+"""What the LoRAs of a recipe change: their modules matched with the tensors of a base, shapes compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from . import blocks
+from .adapters import FORMATS, Adapter, Piece, lacks_alpha
+from .adapters import read as read_adapter
+from .errors import MergeError, Problem, RecipeError
+from .families import Detected, Names, Place, block_names, blocks_of, component_of, detect, is_first_layer, layer_names
+from .files.dtypes import is_float
+from .files.header import load_json
+from .files.source import Source
+from .quant.coded import HINT as CODED_HINT
+from .recipe import Lora, Recipe, lora_slots
+from .steps import Baked, Change, Channels, Node, Step, sliced_roles
+from .wording import named
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+Shape = tuple[int, ...]
+
+CONFIG = "adapter_config.json"
+STRENGTH = "strength"
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What LoRAs do to a base.
+
+    Attributes:
+        changes: key of the base -> what is done to it, in the order of the recipe.
+        grown: first layers that get more input channels -> how many.
+        unused: (slot path, key) of the LoRAs' tensors that no tensor of the base takes.
+        problems: errors, warnings and notes.
+    """
+
+    changes: Mapping[str, tuple[Change, ...]]
+    grown: Mapping[str, int]
+    unused: tuple[tuple[str, str], ...]
+    problems: tuple[Problem, ...]
+
+
+NO_LORAS = Matched({}, {}, (), ())
+
+
+def match(recipe: Recipe, base: Tensors, found: Detected, sources: Mapping[str, Source], path: str = "") -> Matched:
+    """Find what every LoRA of a recipe changes.
+
+    Args:
+        recipe: its own LoRAs only, not those of recipes inside it.
+        base: key -> (dtype, shape) of model A.
+        found: what A is.
+        sources: slot path -> opened file.
+        path: slot path of the recipe with a trailing dot; empty for the outermost.
+
+    Raises:
+        MergeError: an adapter that cannot be baked, or block weights that cannot be read.
+    """
+    if not recipe.loras:
+        return NO_LORAS
+    matcher = _Matcher(base, found, Names(base, found))
+    general = recipe.blocks if recipe.task == "bake" else {}
+    for slot, lora in lora_slots(recipe):
+        matcher.add(path + slot, sources[path + slot], lora, blocks.parse(lora.blocks) or general)
+    return Matched(
+        {key: tuple(items) for key, items in matcher.changes.items()},
+        matcher.grown,
+        tuple(matcher.unused),
+        tuple(matcher.problems),
+    )
+
+
+def baked(step: Step, matched: Matched, coded: Mapping[str, str]) -> Step:
+    """The step with the LoRAs' changes on top, if there are any.
+
+    Args:
+        step: of a base.
+        matched: what LoRAs do to that base.
+        coded: key -> storage of the base's coded weights.
+
+    Raises:
+        RecipeError: the tensor holds no numbers that could be changed.
+    """
+    changes = matched.changes.get(step.key, ())
+    if not changes:
+        return step
+    if step.key in coded:
+        what = f"the checkpoint holds coded weights ({coded[step.key]}), to which nothing can be added"
+        raise RecipeError(what, tensor=step.key, hint=CODED_HINT)
+    if not is_float(step.node.dtype):
+        raise RecipeError(f"a LoRA changes a tensor of {step.node.dtype}, which holds no fractions", tensor=step.key)
+    base: Node = step.node
+    width = matched.grown.get(step.key)
+    if width is not None:
+        base = Channels(base, width)
+    return replace(step, shape=base.shape, action="merged", node=Baked(base, changes, step.dtype))
+
+
+@dataclass
+class _Matcher:
+    """Takes one LoRA after the other and remembers what the user should hear."""
+
+    base: Tensors
+    found: Detected
+    names: Names
+    changes: dict[str, list[Change]] = field(default_factory=dict)
+    grown: dict[str, int] = field(default_factory=dict)
+    unused: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, slot: str, source: Source, lora: Lora, weights: blocks.Values) -> None:
+        """Match one LoRA."""
+        tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
+        adapter = _read(source, tensors, lora)
+        of_block = self._block_weights(lora, weights)
+        shapes = {key: shape for key, (_, shape) in tensors.items()}
+        lost: list[Piece] = []
+        misfits: list[str] = []
+        for piece in adapter.pieces:
+            places = self.names.find(piece.stem, piece.param)
+            if not places:
+                self._refuse_tied(piece, source)
+                lost.append(piece)
+            for place in places:
+                parts = {role: shapes[key] for role, key in piece.keys.items()}
+                fitted = _fit(piece, parts, place, self._shape(place), is_first_layer(place.key, self.found))
+                if isinstance(fitted, str):
+                    misfits.append(f"{piece.stem} changes {fitted} ({place.key})")
+                    continue
+                self._grow(place, fitted)
+                strength = self._strength(lora, place.key, of_block)
+                change = _change(slot, piece, place, fitted, strength, shapes)
+                self.changes.setdefault(place.key, []).append(change)
+        # A part may serve two parameters of a module, of which the base has one.
+        applied = {key for change in self._of(slot) for key in change.keys.values()}
+        lost = [piece for piece in lost if not applied.issuperset(piece.keys.values())]
+        keys = [key for piece in lost for key in piece.keys.values() if key not in applied]
+        self.unused += [(slot, key) for key in (*keys, *adapter.leftover)]
+        self._tell(source, lora, adapter, lost, misfits, detect(tensors))
+
+    def _of(self, slot: str) -> Iterator[Change]:
+        return (change for items in self.changes.values() for change in items if change.slot == slot)
+
+    def _shape(self, place: Place) -> Shape:
+        return self.base[place.key][1]
+
+    def _strength(self, lora: Lora, key: str, of_block: Mapping[str, float]) -> float:
+        """The LoRA's strength on a tensor of the base, its block weight included."""
+        in_text = component_of(key, self.found).startswith("te")
+        strength = lora.te_strength if in_text and lora.te_strength is not None else lora.strength
+        named = next((name for name in blocks_of(key, self.found) if name in of_block), None) if of_block else None
+        return strength if named is None else strength * of_block[named]
+
+    def _grow(self, place: Place, shape: Shape) -> None:
+        """Remember a first layer that takes more channels than the base has."""
+        stored = self._shape(place)
+        if is_first_layer(place.key, self.found) and len(shape) > 1 and len(stored) > 1 and shape[1] > stored[1]:
+            wide = self.grown[place.key] = max(shape[1], self.grown.get(place.key, 0))
+            what = f"{place.key} grows from {stored[1]} to {wide} channels, filled up with zeros"
+            self.problems.append(Problem("note", f"{what}: the result is a model of another kind", tensor=place.key))
+
+    def _block_weights(self, lora: Lora, weights: blocks.Values) -> dict[str, float]:
+        """Block -> multiplier; what the base lacks is noted."""
+        if not weights:
+            return {}
+        for name, values in weights.items():
+            if other := values.keys() - {"", STRENGTH}:
+                raise RecipeError(
+                    f"block {name} of {lora.file} sets {min(other)}, but LoRAs have a strength alone",
+                    hint="write it as BASE=0, IN00-IN05=0.2",
+                )
+        names, layers = block_names(self.base, self.found, overrides=True), layer_names(self.base, self.found)
+        if missing := blocks.unknown(weights, names):
+            known = f"it has {', '.join(names)}" if names else "it has no blocks that are known"
+            what = f"the block weights of {lora.file} name {', '.join(missing)}, which the checkpoint lacks"
+            self.problems.append(Problem("warning", what, hint=known))
+        return {name: next(iter(values.values())) for name, values in blocks.expand(weights, names, layers).items()}
+
+    def _refuse_tied(self, piece: Piece, source: Source) -> None:
+        """An output layer that is the embedding itself cannot get a change of its own."""
+        if piece.stem.rpartition(".")[2] == "lm_head" and not any(key.endswith("lm_head.weight") for key in self.base):
+            raise RecipeError(
+                "the LoRA changes lm_head, which this checkpoint does not have: it is tied to the embedding",
+                file=source.path,
+                tensor=next(iter(piece.keys.values())),
+                hint="take a checkpoint that stores lm_head.weight, or a LoRA without it",
+            )
+
+    def _tell(
+        self,
+        source: Source,
+        lora: Lora,
+        adapter: Adapter,
+        lost: Sequence[Piece],
+        misfits: Sequence[str],
+        meant: Detected,
+    ) -> None:
+        """Everything the user should hear about one LoRA."""
+        file = str(source.path)
+        say = self.problems.append
+        for note in adapter.notes:
+            say(Problem("note", f"{lora.file}: {note}", file))
+        if adapter.ignored:
+            shown = [f"{key} ({why})" for key, why in adapter.ignored]
+            say(Problem("note", f"{lora.file}: {len(shown)} tensors are not needed: {named(shown)}", file))
+        other = _other_family(meant, self.found)
+        if other and (lost or misfits):
+            say(Problem("error", f"{lora.file} is for {meant.name}, the checkpoint is {other}", file,
+                        hint="take a checkpoint of the family that the LoRA was trained on"))  # fmt: skip
+        elif misfits:
+            what = f"{len(misfits)} modules of {lora.file} do not fit the checkpoint: {named(misfits)}"
+            say(Problem("error", what, file, hint="the LoRA was trained on another model"))
+        elif len(lost) == len(adapter.pieces):
+            samples = f"it has {next(iter(source.tensors), 'no tensors')}, the checkpoint {next(iter(self.base), '')}"
+            say(Problem("error", f"no module of {lora.file} is found in the checkpoint ({samples})", file,
+                        hint="check that the two are of one family"))  # fmt: skip
+        elif lost or adapter.leftover:
+            names = [*(piece.stem for piece in lost), *adapter.leftover]
+            what = f"{len(names)} of {lora.file} are not found in the checkpoint and not used: {named(names)}"
+            say(Problem("warning", what, file, tensor=names[0]))
+
+
+def _read(source: Source, tensors: Tensors, lora: Lora) -> Adapter:
+    """The adapter in a file or PEFT folder."""
+    config = adapter_config(source)
+    try:
+        adapter = read_adapter(tensors, source.metadata, config)
+        if lora.alpha is not None and any(map(lacks_alpha, adapter.pieces)):
+            adapter = read_adapter(tensors, source.metadata, {**(config or {}), "lora_alpha": lora.alpha})
+    except MergeError as error:
+        raise type(error)(error.what, file=source.path, tensor=error.tensor, hint=error.hint) from error
+    if adapter.needs_alpha:
+        raise RecipeError(
+            "the LoRA has PEFT's names but no alpha: how strong it is stands in the adapter_config.json it came with",
+            file=source.path,
+            hint=f"put {CONFIG} beside it, or give the number it was trained with: --lora-alpha X",
+        )
+    return adapter
+
+
+def adapter_path(path: Path | str) -> Path:
+    """The PEFT folder where its weights file is named, since half of the adapter lies in the file beside it."""
+    path = Path(path)
+    beside = path.is_file() and path.stem == "adapter_model" and (path.parent / CONFIG).is_file()
+    return path.absolute().parent if beside else path
+
+
+def adapter_config(source: Source) -> Mapping[str, object] | None:
+    """What a PEFT folder says of its adapter, or None.
+
+    Raises:
+        FileError: it is no JSON table.
+    """
+    path = source.path / CONFIG
+    if source.kind != "folder" or not path.is_file():
+        return None
+    return load_json(path.read_bytes(), path, "adapter config")
+
+
+def _change(
+    slot: str, piece: Piece, place: Place, shape: Shape, strength: float, shapes: Mapping[str, Shape]
+) -> Change:
+    form, keys = FORMATS[piece.format], dict(piece.keys)
+    sliced = sliced_roles(form, keys, place)
+    numel = sum(math.prod(shapes[key]) for role, key in keys.items() if role not in sliced)
+    whole = form.stage not in ("replace", "add") or (form.factors is None and not sliced)
+    guessed = lacks_alpha(piece)
+    return Change(slot, form.id, keys, dict(piece.settings), strength, place, shape, piece.rank, numel, whole, guessed)
+
+
+def _fit(piece: Piece, shapes: Mapping[str, Shape], place: Place, stored: Shape, first_layer: bool) -> Shape | str:
+    """Shape of the module's own weight where it fits its place, else what is wrong.
+
+    Weights may be flattened ([out, in·k]); at a model's first layer the numbers of channels may differ.
+    """
+    form = FORMATS[piece.format]
+    region = stored if place.rows is None else (place.rows[1], *stored[1:])
+    region = region[::-1] if place.post == "transpose" else region
+    own = form.shape(shapes, piece.settings) if form.shape is not None else None
+    if own is None:
+        return region
+    rows = place.part[1] if place.part is not None else own[0] if own else 1
+    if form.stage in ("multiply", "dora") and place.part is not None:
+        return f"{list(own)} by {form.label}, which cannot be split over several tensors"
+    total = own[0] if own else 1
+    columns, wanted = (-1 if -1 in own[1:] else math.prod(own[1:])), math.prod(region[1:])
+    if rows not in (-1, region[0] if region else 1):
+        return f"{list(own)}, but there are {list(region)}"
+    if columns in (-1, wanted):
+        return region if place.part is None else (total, *region[1:])
+    kernel = math.prod(region[2:])
+    if form.stage == "add" and len(region) > 1 and first_layer and columns % kernel == 0:
+        return (total, columns // kernel, *region[2:])
+    return f"{list(own)}, but there are {list(region)}"
+
+
+def _other_family(meant: Detected, base: Detected) -> str:
+    """The base's family by name where it is known and not the LoRA's."""
+    if meant.family is None or base.family is None or meant.id == base.id:
+        return ""
+    return base.name
