@@ -231,7 +231,7 @@ class _Findings:
             same.append(equal_groups(module, portion.fresh, stored))
             base = portion.dense.double()
             wanted = torch.zeros_like(base) if portion.change is None else portion.change
-            decoded = (module.storage.decode(raw).double() for raw in (stored, shipped))
+            decoded = (module.storage.decode(raw, portion.rows.low).double() for raw in (stored, shipped))
             for total, error in zip(squares, errors(base, wanted, *decoded), strict=True):
                 total += error.square_().sum(0)
             touched |= {leaf.file for leaf, *raw in zip(leaves, stored, shipped, strict=True) if not torch.equal(*raw)}

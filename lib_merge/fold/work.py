@@ -18,6 +18,7 @@ from ..lazy import torch
 from .adapter import LowRank
 from .plan import Module, Shipped
 from .storage import Leaf
+from .values import read_rows, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,12 +105,14 @@ class Portion:
         dense: float32 [rows, columns], the dense weights as the converter saw them.
         change: float64 of that shape, what the adapter adds; None for a module without a change.
         fresh: bytes [rows, row_bytes] for each leaf, as they are to be stored.
+        cut: weights that were beyond the largest code and became it.
     """
 
     rows: Rows
     dense: Tensor
     change: Tensor | None
     fresh: tuple[Tensor, ...]
+    cut: int
 
 
 class Worker:
@@ -146,7 +149,9 @@ class Worker:
             part = Rows(rows.module, low, min(low + step, rows.high))
             wanted = None if change is None else change[part.low - rows.low : part.high - rows.low]
             dense = self.dense(part)
-            yield Portion(part, dense, wanted, self.encode(part, self._merged(part, dense, wanted)))
+            merged = self._merged(part, dense, wanted)
+            cut = rows.module.storage.beyond(merged, part.low)
+            yield Portion(part, dense, wanted, self.encode(part, merged), cut)
 
     def fresh(self, rows: Rows, *, fast: bool = True) -> list[Tensor]:
         """The rows as they are to be stored: bytes [rows, row_bytes] for each leaf."""
@@ -170,7 +175,7 @@ class Worker:
                 "the dense weight holds a value that is not finite", file=source.path, tensor=module.dense
             )
         if dtype and dtype != stored.name and not self._round_dense:
-            values = values.to(_torch(dtype))
+            values = values.to(torch_dtype(dtype))
             if not all_finite(values.float()):
                 what = f"the dense weight holds a value beyond {dtype}, which the quantized checkpoint stores scales in"
                 raise NumberError(what, file=source.path, tensor=module.dense)
@@ -208,7 +213,7 @@ class Worker:
         if self._round_dense:
             stored = self._dense.tensors[rows.module.dense].dtype
             for dtype in (stored, rows.module.storage.dtype or stored):
-                values = values.to(_torch(dtype)).float()
+                values = values.to(torch_dtype(dtype)).float()
         return values
 
     def _scratch(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -225,16 +230,6 @@ def joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.cat(leaf) for leaf in zip(*parts, strict=True)]
 
 
-def read_rows(source: Source, key: str, low: int, high: int) -> Tensor:
-    """Rows of a stored matrix in its own dtype."""
-    info = source.tensors[key]
-    columns = info.shape[1]
-    size = DTYPES[info.dtype].bits // 8
-    raw = torch.empty((high - low) * columns * size, dtype=torch.uint8)
-    source.read_into(key, low * columns * size, raw.numpy().data)
-    return raw.view(_torch(info.dtype)).view(high - low, columns)
-
-
 def read_leaves(model: Shipped, leaves: Sequence[Leaf], rows: Rows) -> list[Tensor]:
     """Bytes [rows, row_bytes] of a module's leaves."""
     found = []
@@ -242,9 +237,4 @@ def read_leaves(model: Shipped, leaves: Sequence[Leaf], rows: Rows) -> list[Tens
         raw = torch.empty(rows.high - rows.low, leaf.row_bytes, dtype=torch.uint8)
         model.source.read_into(leaf.key, rows.low * leaf.row_bytes, raw.view(-1).numpy().data)
         found.append(raw)
-    return found
-
-
-def _torch(dtype: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, DTYPES[dtype].torch)
     return found
