@@ -19,6 +19,7 @@ from .execute import Result
 from .fold import Checked, Folded, Reproduced, fold, fold_check, quantizer_check
 from .inspection import inspect
 from .job import Job
+from .lora import LoraResult, compare_loras, extract_lora, merge_loras, resize_lora
 from .merge import bake, convert, merge, run
 from .plan import Plan, make_plan
 from .recipe import Recipe
@@ -33,6 +34,7 @@ __all__ = [
     "FileError",
     "Folded",
     "Job",
+    "LoraResult",
     "MergeError",
     "NumberError",
     "OutputError",
@@ -48,13 +50,17 @@ __all__ = [
     "__version__",
     "bake",
     "compare",
+    "compare_loras",
     "convert",
+    "extract_lora",
     "fold",
     "fold_check",
     "inspect",
     "make_plan",
     "merge",
+    "merge_loras",
     "quantizer_check",
+    "resize_lora",
     "run",
     "verify",
 ]

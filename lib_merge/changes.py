@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,15 @@ from .wording import named
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 Shape = tuple[int, ...]
+PathLike = Path | str
+# A LoRA: path; then strength, the text encoders' strength (None: the same) and block weights, as far as they are given.
+LoraLike = (
+    PathLike
+    | tuple[PathLike]
+    | tuple[PathLike, float]
+    | tuple[PathLike, float, float | None]
+    | tuple[PathLike, float, float | None, str]
+)
 
 CONFIG = "adapter_config.json"
 STRENGTH = "strength"
@@ -115,7 +125,7 @@ class _Matcher:
     def add(self, slot: str, source: Source, lora: Lora, weights: blocks.Values) -> None:
         """Match one LoRA."""
         tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
-        adapter = _read(source, tensors, lora)
+        adapter = read_lora(source, lora)
         of_block = self._block_weights(lora, weights)
         shapes = {key: shape for key, (_, shape) in tensors.items()}
         lost: list[Piece] = []
@@ -224,9 +234,18 @@ class _Matcher:
             say(Problem("warning", what, file, tensor=names[0]))
 
 
-def _read(source: Source, tensors: Tensors, lora: Lora) -> Adapter:
-    """The adapter in a file or PEFT folder."""
+def read_lora(source: Source, lora: Lora) -> Adapter:
+    """The adapter in a file or PEFT folder.
+
+    Args:
+        source: the opened file or folder.
+        lora: as the recipe names it; its alpha stands in where the file has none.
+
+    Raises:
+        MergeError: it is no adapter, one that cannot be used, or one whose strength would be a guess.
+    """
     config = adapter_config(source)
+    tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
     try:
         adapter = read_adapter(tensors, source.metadata, config)
         if lora.alpha is not None and any(map(lacks_alpha, adapter.pieces)):
@@ -240,6 +259,23 @@ def _read(source: Source, tensors: Tensors, lora: Lora) -> Adapter:
             hint=f"put {CONFIG} beside it, or give the number it was trained with: --lora-alpha X",
         )
     return adapter
+
+
+def named_loras(given: Sequence[LoraLike], alpha: float | None) -> tuple[tuple[Lora, ...], dict[str, PathLike]]:
+    """LoRAs as a recipe names them, and slot -> path.
+
+    Args:
+        given: paths, or tuples that begin with one.
+        alpha: of those that carry none.
+    """
+    loras, paths = [], []
+    for item in given:
+        path, *rest = item if isinstance(item, tuple) else (item,)
+        fields = dict(zip(("strength", "te_strength", "blocks"), rest, strict=False))
+        paths.append(adapter_path(path))
+        loras.append(Lora(file=os.path.basename(os.path.abspath(paths[-1])), alpha=alpha, **fields))  # type: ignore[arg-type]
+    named = tuple(loras)
+    return named, {slot: path for (slot, _), path in zip(lora_slots(Recipe(loras=named)), paths, strict=True)}
 
 
 def adapter_path(path: Path | str) -> Path:

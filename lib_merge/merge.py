@@ -9,24 +9,17 @@ from typing import Any
 
 from .blocks import parse as parse_blocks
 from .catalog import PathLike, known_hashes, locate
-from .changes import STRENGTH, adapter_path
+from .changes import STRENGTH, LoraLike, named_loras
 from .errors import OutputError, RecipeError
 from .execute import Result, Running, execute, planned
 from .files.sidecar import sidecar_of, taken
 from .files.target import numbered
 from .kernels.registry import method as find_method
+from .lora import TASKS, LoraResult, carry_out_recipe
 from .metadata import text_metadata
 from .plan import base_slot, make_plan
-from .recipe import Component, Lora, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value, lora_slots
+from .recipe import Component, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value
 
-# A LoRA: path; then strength, the text encoders' strength (None: the same) and block weights, as far as they are given.
-LoraLike = (
-    PathLike
-    | tuple[PathLike]
-    | tuple[PathLike, float]
-    | tuple[PathLike, float, float | None]
-    | tuple[PathLike, float, float | None, str]
-)
 SLOTS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -96,7 +89,7 @@ def merge(
     if len(more) > len(SLOTS) - 2:
         raise RecipeError(f"{len(more) + 2} models are more than the {len(SLOTS)} that a recipe has room for")
     paths = dict(zip(SLOTS, (a, b, *more), strict=False))
-    baked, lora_paths = _named_loras(loras, lora_alpha)
+    baked, lora_paths = named_loras(loras, lora_alpha)
     recipe = Recipe(
         task="merge",
         method=method,
@@ -115,7 +108,7 @@ def merge(
         loras=baked,
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )
-    return run(recipe, out=out, files=paths | lora_paths | ({} if vae is None else {"vae": vae}), **running)
+    return _run(recipe, out=out, files=paths | lora_paths | ({} if vae is None else {"vae": vae}), **running)
 
 
 def bake(
@@ -153,7 +146,7 @@ def bake(
     Raises:
         MergeError: see `lib_merge.errors`; nothing is written in that case.
     """
-    baked, paths = _named_loras(loras, lora_alpha)
+    baked, paths = named_loras(loras, lora_alpha)
     values = parse_blocks(blocks) if isinstance(blocks, str) else {name: {"": value} for name, value in blocks.items()}
     recipe = Recipe(
         task="bake",
@@ -165,19 +158,7 @@ def bake(
         glob=glob,
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )
-    return run(recipe, out=out, files={"A": checkpoint} | paths, **running)
-
-
-def _named_loras(given: Sequence[LoraLike], alpha: float | None) -> tuple[tuple[Lora, ...], dict[str, PathLike]]:
-    """The recipe's LoRAs, and slot -> path."""
-    loras, paths = [], []
-    for item in given:
-        path, *rest = item if isinstance(item, tuple) else (item,)
-        fields = dict(zip(("strength", "te_strength", "blocks"), rest, strict=False))
-        paths.append(adapter_path(path))
-        loras.append(Lora(file=_name(paths[-1]), alpha=alpha, **fields))  # type: ignore[arg-type]
-    named = tuple(loras)
-    return named, {slot: path for (slot, _), path in zip(lora_slots(Recipe(loras=named)), paths, strict=True)}
+    return _run(recipe, out=out, files={"A": checkpoint} | paths, **running)
 
 
 def _name(path: PathLike) -> str:
@@ -234,7 +215,7 @@ def convert(
         vae=None if vae is None else Slot(file=_name(vae)),
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )
-    return run(recipe, out=out, files={"A": a} | ({} if vae is None else {"vae": vae}), **running)
+    return _run(recipe, out=out, files={"A": a} | ({} if vae is None else {"vae": vae}), **running)
 
 
 def run(
@@ -244,7 +225,7 @@ def run(
     files: Mapping[str, PathLike] | None = None,
     models: Sequence[PathLike] = (),
     **running: Any,
-) -> Result:
+) -> Result | LoraResult:
     """Carry out a recipe.
 
     Args:
@@ -254,9 +235,27 @@ def run(
         models: folders to look for inputs in, by hash and name.
         **running: fields of `Running`.
 
+    Returns:
+        a `LoraResult` where the recipe makes a LoRA.
+
     Raises:
         MergeError: see `lib_merge.errors`; nothing is written in that case.
     """
+    if recipe.task in TASKS:
+        how = Running(**running)
+        return carry_out_recipe(recipe, locate(recipe, files or {}, models, how.cache), Path(out), how)
+    return _run(recipe, out=out, files=files, models=models, **running)
+
+
+def _run(
+    recipe: Recipe,
+    *,
+    out: PathLike,
+    files: Mapping[str, PathLike] | None = None,
+    models: Sequence[PathLike] = (),
+    **running: Any,
+) -> Result:
+    """Carry out a recipe that makes a model."""
     how = Running(**running)
     target = Path(out)
     if (

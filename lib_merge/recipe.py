@@ -19,6 +19,7 @@ Task = Literal["merge", "convert", "bake", "lora_merge", "lora_extract", "lora_r
 Mismatch = Literal["skip", "zeros", "error"]
 SaveDtype = Literal["auto", "keep", "fp64", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"]
 Component = Literal["unet", "te", "vae"]
+LoraNames = Literal["", "kohya", "diffusers", "peft"]
 Value = float | bool
 
 
@@ -76,10 +77,18 @@ class Rule(_Data, frozen=True):
 
 
 class Output(_Data, frozen=True):
-    """How the result is stored: dtype rule and extra metadata (strings only)."""
+    """How the result is stored.
+
+    Attributes:
+        save_dtype: least precise dtype of float tensors.
+        override_dtype: that dtype for all of them.
+        names: of a LoRA that is extracted: whose names its modules have; empty: those of its kind.
+        metadata: extra header metadata.
+    """
 
     save_dtype: SaveDtype = "auto"
     override_dtype: bool = False
+    names: LoraNames = ""
     metadata: dict[str, str] = {}
 
 
@@ -218,7 +227,7 @@ def with_hashes(recipe: Recipe, hashes: Mapping[str, str], path: str = "") -> Re
     return msgspec.structs.replace(recipe, models=models, vae=filled("vae", recipe.vae), loras=loras)
 
 
-_CHOICES = {"task": Task, "mismatch": Mismatch, "save_dtype": SaveDtype, "only": Component}
+_CHOICES = {"task": Task, "mismatch": Mismatch, "save_dtype": SaveDtype, "only": Component, "names": LoraNames}
 
 
 def _converted(document: object, where: object) -> Recipe:

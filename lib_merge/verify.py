@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .catalog import Catalog, PathLike, model_hash, search
 from .engine import Options, carry_out
 from .errors import RecipeError
 from .events import CancelToken, OnProgress
+from .execute import Running
 from .files.dtypes import DTYPES
 from .files.hashes import HashCache
 from .files.open import open_model
@@ -22,6 +24,7 @@ from .files.sidecar import compared_sidecar
 from .files.source import Source
 from .kernels.measure import bits_finite
 from .kernels.registry import method
+from .lora import TASKS, differing
 from .plan import Plan, default_threads, make_plan
 from .recipe import METADATA_KEY, Recipe
 from .steps import Baked, Merged, Step, walk
@@ -99,6 +102,10 @@ def verify(
     located, lost = search(recipe, files or {}, catalog)
     if lost:
         return Verified(0, (), (), tuple(str(model.file) for slot, model in recipes.files(recipe) if slot in lost))
+    if recipe.task in TASKS:
+        with closing(source):
+            running = Running(threads=threads, on_progress=on_progress, cancel=cancel or CancelToken(), cache=cache)
+            return Verified(len(source.tensors), differing(recipe, located, source, running), (), ())
     hashes = {slot: digest for slot, path in located.items() if (digest := model_hash(path, cache))}
     plan = make_plan(recipe, located, known_hashes=hashes, threads=threads)
     try:

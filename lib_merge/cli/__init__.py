@@ -15,7 +15,7 @@ import click
 
 from ..errors import MergeError
 from ..version import __version__
-from . import folding, reading, writing
+from . import folding, lora, reading, writing
 from .show import print_error, print_usage_error
 
 
@@ -25,7 +25,7 @@ def cli() -> None:
     """Merge checkpoints by streaming: exact, reproducible, verifiable, in a few hundred MB of memory."""
 
 
-for _module in (writing, folding, reading):
+for _module in (writing, folding, lora, reading):
     for _command in vars(_module).values():
         if isinstance(_command, click.Command):
             cli.add_command(_command)

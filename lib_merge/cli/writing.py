@@ -13,8 +13,10 @@ from ..catalog import Catalog, refuse_missing, search
 from ..errors import OutputError, RecipeError
 from ..execute import Result
 from ..files.hashes import HashCache
+from ..lora import TASKS
 from ..merge import bake, convert, merge, run
 from ..verify import verify
+from .lora import finish as finish_lora
 from .options import (
     debug_option,
     discard_option,
@@ -158,15 +160,15 @@ def _convert(model: str, metadata: str | None, **options: Any) -> None:
 def _run(recipe: str, models: Sequence[str], **options: Any) -> None:
     """Run a recipe again: a .json file, or a merged file that holds one. Inputs beside it are found by themselves."""
     path = Path(recipe)
+    wanted = read_recipe(path)
 
-    def again(how: dict[str, Any]) -> Result:
-        wanted = read_recipe(path)
+    def again(how: dict[str, Any]) -> Any:
         catalog = Catalog([Path(folder) for folder in models], HashCache(), near=[path.absolute().parent])
         located, missing = search(wanted, {}, catalog)
         refuse_missing(missing)
         return run(wanted, out=how.pop("out"), files=located, **how)
 
-    _finish(again, options)
+    (finish_lora if wanted.task in TASKS else _finish)(again, options)
 
 
 @click.command("demo")

@@ -21,6 +21,7 @@ from ._kinds import kind_of
 from ._names import Names
 from ._never import never_merged
 from ._places import Place, Written
+from ._targets import Target, target_of
 
 __all__ = [
     "FAMILIES",
@@ -34,6 +35,7 @@ __all__ = [
     "Place",
     "Rule",
     "Sign",
+    "Target",
     "Tensors",
     "Written",
     "block_names",
@@ -47,6 +49,7 @@ __all__ = [
     "kind_of",
     "layer_names",
     "never_merged",
+    "target_of",
 ]
 
 

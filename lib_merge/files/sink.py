@@ -180,6 +180,14 @@ class FileSink:
             with closing(_pieces(root / name)) as pieces:
                 self._write_small(name, pieces)
 
+    def add_file(self, name: str, contents: bytes) -> None:
+        """Write a small file, such as a config, into an output folder.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        self._write_small(name, [contents])
+
     def publish(self, metadata: Sequence[Mapping[str, str]]) -> Path:
         """Write the final headers, check them, sync, and rename to the target.
 

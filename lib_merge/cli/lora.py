@@ -1,0 +1,179 @@
+"""Commands that make LoRAs: lora merge, extract, resize, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from .. import report
+from ..errors import RecipeError
+from ..lora import LoraResult, compare_loras, extract_lora, merge_loras, resize_lora
+from .options import debug_option, json_option, lora_alpha_option, options, writing_options
+from .parse import lora_argument, metadata_object, parameters
+from .show import Bar, print_json
+
+_dtype = options(
+    click.option(
+        "--save-dtype", default="auto", show_default=True, help="auto (that of the inputs), fp32, fp16, bf16 …"
+    ),
+    click.option("--metadata", metavar="JSON", help="Extra header metadata, a JSON object."),
+)
+
+
+@click.group("lora")
+def _group() -> None:
+    """Merge LoRAs into one, extract one from two checkpoints, resize, compare."""
+
+
+@_group.command("merge")
+@click.argument("loras", nargs=-1, required=True, metavar="LORA[@W[@TE_W]] ...")
+@click.option("--method", default="concat", show_default=True, help="concat (exact), weighted_average, or another "
+              "program's merge: kohya_merge, kohya_concat, kohya_svd, supermerger_same_strength, peft_…")  # fmt: skip
+@click.option("--rank", metavar="N|auto", help="Cut modules to this rank; auto: as small as --max-error allows.")
+@click.option("--max-rank", type=click.IntRange(1), metavar="N", help="No module gets more.")
+@click.option("--max-error", type=float, metavar="X", help="Relative error that --rank auto allows; default 0.05.")
+@click.option("--base", metavar="CHECKPOINT", help="Needed for DoRA, OFT, (IA)³, GLoRA and full copies.")
+@click.option("-p", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of another program's merge.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random methods.")
+@lora_alpha_option
+@_dtype
+@writing_options
+def _merge(loras: Sequence[str], params: Sequence[str], rank: str | None, metadata: str | None, **options: Any) -> None:
+    """Merge LoRAs into one that does what they do together, at the strengths W that prompts would give them.
+
+    Without --rank the result is the exact sum, of the added ranks. Ranks and formats may differ; strengths may be
+    negative. TE_W is the strength of the text encoders where it is another.
+    """
+    given = [_three(lora_argument(text)) for text in loras]
+    finish(
+        lambda how: merge_loras(
+            *given, rank=_rank(rank), params=parameters(params, {}), metadata=metadata_object(metadata), **how
+        ),
+        options,
+    )
+
+
+@_group.command("extract")
+@click.argument("tuned", metavar="TUNED")
+@click.argument("base", metavar="BASE")
+@click.option("--rank", type=click.IntRange(1), help="Of matrices and 1×1 convolutions; default 64.")
+@click.option("--conv-rank", type=click.IntRange(1), help="Of other convolutions; default 32, or --rank.")
+@click.option("--keep", type=float, metavar="X", help="Share of each change's norm to keep, at the smallest rank.")
+@click.option("--clamp", type=float, default=1.0, show_default=True, help="Keep changes within this quantile; 1: off.")
+@click.option("--exact", is_flag=True, help="Full singular value decompositions: slower, the best there is.")
+@click.option("--store-diffs", is_flag=True, help="Store norms, biases and embeddings as whole differences.")
+@click.option("--min-diff", type=float, default=0.0, show_default=True, help="Leave out smaller changes.")
+@click.option("--names", default="", metavar="STYLE", help="kohya (default), diffusers, or peft (LLMs).")
+@_dtype
+@writing_options
+def _extract(tuned: str, base: str, metadata: str | None, **options: Any) -> None:
+    """Store what TUNED has more than BASE as a LoRA: BASE + LoRA = TUNED, as far as the rank allows."""
+    finish(lambda how: extract_lora(tuned, base, metadata=metadata_object(metadata), **how), options)
+
+
+@_group.command("resize")
+@click.argument("lora", metavar="LORA")
+@click.option("--rank", type=click.IntRange(1), metavar="N", help="For every module.")
+@click.option("--keep", type=float, metavar="X", help="Share to keep instead, at the smallest rank that does.")
+@click.option(
+    "--rule", default="frobenius", show_default=True, help="What the share is of: ratio, cumulative, frobenius."
+)
+@click.option("--max-rank", type=click.IntRange(1), metavar="N", help="With --keep: no module gets more.")
+@click.option("-p", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of --rule kohya_resize.")
+@lora_alpha_option
+@_dtype
+@writing_options
+def _resize(lora: str, params: Sequence[str], metadata: str | None, **options: Any) -> None:
+    """Cut a LoRA to a smaller rank; no module ever grows."""
+    finish(
+        lambda how: resize_lora(lora, params=parameters(params, {}), metadata=metadata_object(metadata), **how), options
+    )
+
+
+@_group.command("compare")
+@click.argument("loras", nargs=-1, required=True, metavar="LORA ...")
+@lora_alpha_option
+@json_option
+@debug_option
+def _compare(loras: Sequence[str], lora_alpha: float | None, as_json: bool, debug: bool) -> None:
+    """Ranks and sizes of LoRAs, and for each pair whether they pull together."""
+    found = compare_loras(*loras, lora_alpha=lora_alpha)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    for row in found.loras:
+        low, high = row["rank_low"], row["rank_high"]
+        ranks = "no rank" if low is None else f"rank {low}" if low == high else f"rank {low} … {high}"
+        print(f"{row['file']}: {row['format']}, {row['modules']} modules, {ranks}, norm {row['norm']:.4g}")
+    for pair in found.pairs:
+        print(
+            f"{pair['a']} and {pair['b']}: {pair['shared']} modules in common "
+            f"({pair['overlap']:.0%} of the smaller one), cosine {pair['cosine']:+.3f}"
+        )
+
+
+def _three(given: tuple[str, float, float | None, str]) -> tuple[str, float, float | None]:
+    path, strength, text, blocks = given
+    if blocks:
+        raise RecipeError(
+            "block weights of a LoRA are taken by bake and merge alone", hint=f"write {path}@{strength:g}"
+        )
+    return path, strength, text
+
+
+def _rank(text: str | None) -> int | Literal["auto"] | None:
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    if not text.isdecimal():
+        raise click.UsageError(f"--rank {text}: neither a whole number nor auto")
+    return int(text)
+
+
+def finish(work: Callable[[dict[str, Any]], LoraResult], options: dict[str, Any]) -> None:
+    """Run a command with its common options and print what came of it."""
+    as_json, table = options.pop("as_json"), options.pop("report_path")
+    options.pop("debug")
+    options.pop("device", None)
+    report_path = Path(table) if table else None
+    if report_path is not None:
+        report_path = report.numbered(report_path) if options["number"] else report_path
+        report.check_report_path(report_path, options["overwrite"])
+    how = {
+        **options,
+        "out": options["output"],
+        "keep_recipe": not options["no_recipe"],
+        "hash": options["hash_output"] or as_json,
+        "fsync": not options["no_fsync"],
+    }
+    for name in ("output", "no_recipe", "hash_output", "no_fsync"):
+        how.pop(name)
+    with Bar() as bar:
+        made = work({**how, "on_progress": bar})
+    if report_path is not None:
+        report.save([dict(row) for row in made.rows], report_path, made.output.name, {})
+    print_json(made.to_dict()) if as_json else print(_described(made, options["dry_run"]))
+
+
+def _described(made: LoraResult, planned: bool) -> str:
+    """What a run did, in a few lines."""
+    if planned:
+        lines = [f"would write {made.output}: {made.modules} modules"]
+    else:
+        ranks = sorted(made.ranks)
+        told = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
+        done = f"{made.modules} modules{told}, {made.copied} tensors copied"
+        lines = [f"wrote {made.output}: {done}"]
+        error = f"relative error {made.error:.3g}"
+        lines.append(f"{error}, largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else error)
+    lines += [f"warning: {text}" for text in made.warnings]
+    lines += [f"note: {text}" for text in made.notes]
+    if not planned:
+        lines.append(
+            f"{made.output_bytes / 1e6:,.1f} MB in {made.seconds:.1f} s, peak memory {made.peak_rss_mb:.0f} MB"
+        )
+    if made.sha256:
+        lines.append(f"sha256 {made.sha256}")
+    return "\n".join(lines)

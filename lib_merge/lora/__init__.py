@@ -1,0 +1,22 @@
+"""LoRAs made of LoRAs or of two checkpoints: merged into one, extracted, resized and compared.
+
+Checkpoints are written elsewhere, and what a format does to a weight is a matter of `adapters`.
+"""
+
+from __future__ import annotations
+
+from ._compare import Comparison, compare_loras
+from ._work import LoraResult
+from .api import TASKS, carry_out_recipe, differing, extract_lora, merge_loras, resize_lora
+
+__all__ = [
+    "TASKS",
+    "Comparison",
+    "LoraResult",
+    "carry_out_recipe",
+    "compare_loras",
+    "differing",
+    "extract_lora",
+    "merge_loras",
+    "resize_lora",
+]

@@ -1,0 +1,92 @@
+"""Opened LoRAs: their pieces, their tensors, and the dtype that a result takes after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..adapters import FORMATS, Adapter, Piece
+from ..baking import load_part
+from ..changes import read_lora
+from ..families import Detected, detect
+from ..files.dtypes import DTYPES, is_float
+from ..files.source import Source
+from ..lazy import torch
+from ..recipe import Lora, Recipe, lora_slots
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Input:
+    """One LoRA of a run.
+
+    Attributes:
+        slot: `lora1`, `lora2` …
+        lora: as the recipe names it, strengths included.
+        source: the opened file or folder.
+        adapter: what it holds.
+        found: the family that it was made for.
+    """
+
+    slot: str
+    lora: Lora
+    source: Source
+    adapter: Adapter
+    found: Detected
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        return self.source.path
+
+    def shapes(self, piece: Piece) -> dict[str, tuple[int, ...]]:
+        """Shapes of a piece's parts."""
+        return {role: self.source.tensors[key].shape for role, key in piece.keys.items()}
+
+    def parts(self, piece: Piece) -> dict[str, Tensor]:
+        """A piece's parts in float32, in float64 where the file has that.
+
+        Raises:
+            NumberError: one holds a value that is not finite.
+        """
+        wide = any(self.source.tensors[key].dtype == "F64" for key in piece.keys.values())
+        number = torch.float64 if wide else torch.float32
+        return {role: load_part(self.source, key, number) for role, key in piece.keys.items()}
+
+    def is_linear(self, piece: Piece) -> bool:
+        """Whether the piece is a sum that needs no base to be known."""
+        return FORMATS[piece.format].stage == "add"
+
+
+def open_inputs(recipe: Recipe, sources: Mapping[str, Source]) -> list[Input]:
+    """The LoRAs of a recipe, in its order.
+
+    Args:
+        recipe: names them.
+        sources: slot -> opened file.
+
+    Raises:
+        MergeError: one is no adapter, or one that cannot be merged.
+    """
+    found = []
+    for slot, lora in lora_slots(recipe):
+        source = sources[slot]
+        tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
+        found.append(Input(slot, lora, source, read_lora(source, lora), detect(tensors)))
+    return found
+
+
+def widest(inputs: Iterable[Input]) -> str:
+    """The float dtype of the highest rank among the tensors that count; the first one met wins a tie."""
+    keys = ((item, key) for item in inputs for piece in item.adapter.pieces for key in _large(piece))
+    names = [item.source.tensors[key].dtype for item, key in keys]
+    floats = [name for name in names if is_float(name)]
+    return max(floats, key=lambda name: DTYPES[name].rank, default="F32")
+
+
+def _large(piece: Piece) -> Iterable[str]:
+    return (key for role, key in piece.keys.items() if role not in ("alpha", "scale", "on_input"))

@@ -1,0 +1,83 @@
+"""One module of a result: low-rank factors or a whole change, and the tensors that it is stored as."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Parameter -> end of the key of a change stored whole; others are named by their own path.
+_DIFF = {"weight": ".diff", "bias": ".diff_b", "modulation": ".diff_m"}
+_UP_DOWN = {"kohya": (".lora_up.weight", ".lora_down.weight"), "peft": (".lora_B.weight", ".lora_A.weight")}
+
+
+@dataclass(frozen=True)
+class Module:
+    """What is stored for one parameter of one module.
+
+    Attributes:
+        stem: its name.
+        param: which parameter.
+        style: how parts are called: `kohya` (with alpha) or `peft` (without).
+        component: unet, te1 …
+        up: [out, r], None where the change is stored whole.
+        down: [r, in·k].
+        alpha: scale times rank; None: the rank.
+        whole: the change in its own shape, where it is no product.
+        kernel: (in, kernel…) of a convolution; empty: a matrix.
+        rank_before: added ranks of what went in.
+        error: relative error of the cut.
+        note: what the report says.
+        stored: dtype name of its own, for tensors that are handed on; empty: the result's.
+    """
+
+    stem: str
+    param: str
+    style: str
+    component: str
+    up: Tensor | None = None
+    down: Tensor | None = None
+    alpha: float | None = None
+    whole: Tensor | None = None
+    kernel: tuple[int, ...] = ()
+    rank_before: int | None = None
+    error: float = 0.0
+    note: str = ""
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the factors."""
+        return None if self.down is None else int(self.down.shape[0])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Key -> tensor, as computed; `alpha` in float32, which holds any rank exactly."""
+        if self.up is None or self.down is None:
+            assert self.whole is not None
+            return {self.stem + _DIFF.get(self.param, f".{self.param}.diff"): self.whole}
+        up_end, down_end = _UP_DOWN[self.style]
+        rank = self.down.shape[0]
+        kernel = self.kernel if math.prod(self.kernel) == self.down.shape[1] else ()
+        ones = (1,) * (len(kernel) - 1) if kernel else ()
+        stored = {
+            self.stem + up_end: self.up.reshape(-1, rank, *ones),
+            self.stem + down_end: self.down.reshape(rank, *kernel) if kernel else self.down,
+        }
+        if self.style == "kohya":
+            alpha = float(rank) if self.alpha is None else self.alpha
+            stored[self.stem + ".alpha"] = torch.tensor(alpha, dtype=torch.float32)
+        return stored
+
+    def size(self) -> float:
+        """‖ΔW‖ of what is stored."""
+        if self.up is None or self.down is None:
+            assert self.whole is not None
+            return float(torch.linalg.vector_norm(self.whole.double()))
+        scale = 1.0 if self.alpha is None else self.alpha / self.down.shape[0]
+        up, down = self.up.double(), self.down.double()
+        inner = ((up.T @ up) * (down @ down.T)).sum()
+        return abs(scale) * math.sqrt(max(float(inner), 0.0))

@@ -1,0 +1,287 @@
+"""The way from a recipe to a result that all LoRA tasks share: open, plan, compute module by module, write."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CancelledError, FileError, PlanError, Problem, RecipeError
+from ..events import Progress
+from ..execute import Running
+from ..files.dtypes import BY_OPTION
+from ..files.open import open_model
+from ..files.source import Source
+from ..lazy import torch
+from ..memory import peak_rss_mb
+from ..plan import default_threads
+from ..recipe import Recipe, SaveDtype, files
+from . import _metadata, _output
+from ._inputs import Input
+from ._module import Module
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Job = Callable[[], Sequence[Module]]
+
+
+@dataclass
+class Work:
+    """What a task is going to do.
+
+    Attributes:
+        recipe: complete.
+        sources: slot -> opened input.
+        inputs: the LoRAs among them.
+        jobs: each computes some modules; independent of each other.
+        dtype: safetensors name of the result's float dtype.
+        merged: jobs that merge or extract something; the others hand tensors on.
+        kept: key -> (dtype, tensor) that go into the result as they are.
+        unused: keys of the inputs that the result does not show.
+        rows: what the report says beside the modules.
+        problems: warnings and notes.
+        nbytes: expected size of the result, 0 where it is not known before.
+        in_order: jobs must run one after the other (random draws of other programs).
+    """
+
+    recipe: Recipe
+    sources: Mapping[str, Source]
+    inputs: Sequence[Input]
+    jobs: Sequence[Job]
+    dtype: str
+    kept: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    nbytes: int = 0
+    in_order: bool = False
+
+
+@dataclass(frozen=True)
+class LoraResult:
+    """What a LoRA task did.
+
+    Attributes:
+        output: file or folder written.
+        sha256: of the output, when it was asked for.
+        modules: modules in the result.
+        copied: tensors handed on as they were.
+        unused: keys of the inputs that the result does not show.
+        warnings: what the user should know; `notes` what may interest.
+        error: relative error of the whole change that cutting left, in the Frobenius norm.
+        worst: (module, its relative error), the largest one.
+        ranks: rank -> number of modules.
+        rows: report, one row for each module and one for each difference that the result cannot hold.
+        seconds: wall time.
+        peak_rss_mb: peak memory of this process so far.
+    """
+
+    output: Path
+    modules: int
+    copied: int
+    unused: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    error: float
+    worst: tuple[str, float]
+    ranks: Mapping[int, int]
+    rows: Sequence[Mapping[str, Any]]
+    sha256: str | None = None
+    seconds: float = 0.0
+    peak_rss_mb: float = 0.0
+    output_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the command line's `--json`."""
+        return {
+            "output": str(self.output),
+            "sha256": self.sha256,
+            "merged": self.modules,
+            "copied": self.copied,
+            "discarded": 0,
+            "unused": list(self.unused),
+            "warnings": list(self.warnings),
+            "error": self.error,
+            "worst": {"module": self.worst[0], "error": self.worst[1]},
+            "ranks": {str(rank): count for rank, count in sorted(self.ranks.items())},
+            "seconds": round(self.seconds, 3),
+            "peak_rss_mb": round(self.peak_rss_mb, 1),
+        }
+
+
+@contextmanager
+def opened(located: Mapping[str, Path]) -> Iterator[dict[str, Source]]:
+    """Slot -> opened input; closed at the end.
+
+    Raises:
+        FileError: one cannot be opened.
+    """
+    with ExitStack() as stack:
+        sources = {}
+        for slot, path in located.items():
+            sources[slot] = open_model(path)
+            stack.callback(sources[slot].close)
+        yield sources
+
+
+def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
+    """Compute and publish.
+
+    Args:
+        work: what is to be done.
+        target: file or folder to write.
+        how: see `Running`.
+
+    Raises:
+        MergeError: the run failed; nothing stands under the target's name that was not there before.
+    """
+    start = time.perf_counter()
+    _refuse(work, how)
+    _output.check_target(target, {slot: source.path for slot, source in work.sources.items()}, work.nbytes, how)
+    if how.dry_run:
+        return _result(work, target, [], None, 0.0)
+    modules = compute(work, how)
+    if not modules and not work.kept:
+        raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
+    result = _output.stored(modules, work.dtype, work.kept)
+    hashes = _hashes(work, how)
+    metadata = _metadata.build(work.recipe, work.inputs, modules, result, work.sources, hashes, how.keep_recipe)
+    _check_unchanged(work.sources)
+    how.on_progress(Progress("publishing", result.nbytes, result.nbytes))
+    _output.write(target, result, metadata, how)
+    sha256 = how.cache.compute_source(open_model(target)) if how.hash else None
+    return _result(work, target, modules, sha256, time.perf_counter() - start, result)
+
+
+def compute_stored(work: Work, how: Running) -> _output.Stored:
+    """The tensors of the result, without writing them."""
+    _refuse(work, how)
+    return _output.stored(compute(work, how), work.dtype, work.kept)
+
+
+def compute(work: Work, how: Running) -> list[Module]:
+    """Run the jobs, a few at a time; the result does not depend on how many."""
+    threads = 1 if work.in_order else min(how.threads or default_threads(), max(len(work.jobs), 1))
+    before = torch.get_num_threads()
+    modules: list[Module] = []
+    pool = ThreadPoolExecutor(threads, "lib_merge", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        waiting = [pool.submit(_unless_stopped, job, how) for job in work.jobs]
+        for done, future in enumerate(waiting, 1):
+            found = future.result()
+            modules += found
+            how.on_progress(Progress("merging", done, len(waiting), found[0].stem if found else ""))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)  # torch hands a worker's setting on to threads that start later
+    return modules
+
+
+def _unless_stopped(job: Job, how: Running) -> Sequence[Module]:
+    if how.cancel.cancelled:
+        raise CancelledError("the run was stopped")
+    return job()
+
+
+def _refuse(work: Work, how: Running) -> None:
+    errors = [problem for problem in work.problems if problem.level == "error"]
+    if how.strict:
+        errors += [problem for problem in work.problems if problem.level == "warning"]
+    if errors:
+        raise PlanError(errors)
+
+
+def _hashes(work: Work, how: Running) -> dict[str, str]:
+    """sha256 of each input that the recipe is going to name."""
+    asked = {slot for slot, model in files(work.recipe) if how.keep_recipe or model.sha256}
+    found = {slot: how.cache.compute_source(work.sources[slot], lambda: how.cancel.cancelled) for slot in sorted(asked)}
+    for slot, model in files(work.recipe):
+        if model.sha256 and found.get(slot, model.sha256) != model.sha256:
+            raise FileError("this is another file than the recipe was made with", file=work.sources[slot].path)
+    return found
+
+
+def _check_unchanged(sources: Mapping[str, Source]) -> None:
+    for source in sources.values():
+        if changed := source.changed():
+            hint = "start again when nothing else writes to it"
+            raise FileError("the file was written to while it was read", file=changed, hint=hint)
+
+
+def _result(
+    work: Work, target: Path, modules: Sequence[Module], sha256: str | None, seconds: float, result: Any = None
+) -> LoraResult:
+    rows = [_row(module, work) for module in modules]
+    sizes = [row["norm_out"] for row in rows]
+    # The cut part is orthogonal to what is left: ‖M‖² = ‖M_r‖²/(1 − e²).
+    wholes = [
+        size**2 / (1 - module.error**2) if module.error < 1 else 0.0
+        for size, module in zip(sizes, modules, strict=True)
+    ]
+    lost = sum(whole * module.error**2 for whole, module in zip(wholes, modules, strict=True))
+    worst = max(modules, key=lambda module: module.error, default=None)
+    counts: dict[int, int] = {}
+    for module in modules:
+        if module.rank is not None:
+            counts[module.rank] = counts.get(module.rank, 0) + 1
+    told = [problem for problem in work.problems if problem.level == "warning"]
+    return LoraResult(
+        output=target,
+        modules=len(modules) if result is not None else len(work.jobs),
+        copied=len(work.kept),
+        unused=work.unused,
+        warnings=(*(problem.what for problem in told), *_late(work, result)),
+        notes=tuple(problem.what for problem in work.problems if problem.level == "note"),
+        error=math.sqrt(lost / sum(wholes)) if sum(wholes) else 0.0,
+        worst=(worst.stem, worst.error) if worst and worst.error else ("", 0.0),
+        ranks=counts,
+        rows=[*rows, *sorted(work.rows, key=lambda row: str(row["key"]))],
+        sha256=sha256,
+        seconds=seconds,
+        peak_rss_mb=peak_rss_mb(),
+        output_bytes=result.nbytes if result is not None else work.nbytes,
+    )
+
+
+def _late(work: Work, result: Any) -> Iterator[str]:
+    """Warnings that only the run itself could give."""
+    lost = sorted(work.rows, key=lambda row: -float(row["norm_diff"]))
+    if lost:
+        size = math.sqrt(sum(float(row["norm_diff"]) ** 2 for row in lost))
+        yield (
+            f"{len(lost)} differences are not in the LoRA, of norm {size:.4g} in all, the largest at {lost[0]['key']}: "
+            f"{lost[0]['reason']}"
+        )
+    if result is not None and result.saturated:
+        yield f"{result.saturated} values were beyond fp8 and cut to its largest one"
+
+
+def _row(module: Module, work: Work) -> dict[str, Any]:
+    """A report row."""
+    tensors = module.tensors()
+    return {
+        "key": module.stem,
+        "component": module.component,
+        "action": "merged",
+        "method": work.recipe.method or work.recipe.task,
+        "dtype_out": work.dtype,
+        "shape": list(next(iter(tensors.values())).shape),
+        "numel": sum(tensor.numel() for tensor in tensors.values()),
+        "norm_out": module.size(),
+        "rank": math.nan if module.rank is None else module.rank,
+        "rank_before": math.nan if module.rank_before is None else module.rank_before,
+        "svd_error": module.error,
+        "reason": "",
+        "note": module.note,
+    }
+
+
+def dtype_name(asked: SaveDtype, widest: str) -> str:
+    """The result's float dtype: as asked, else the widest of the inputs."""
+    return widest if asked in ("auto", "keep") else BY_OPTION[asked].name

@@ -1,0 +1,127 @@
+"""Low-rank algebra against dense matrices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lib_merge.kernels import lowrank
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def falling(rows: int, columns: int, rate: float) -> torch.Tensor:
+    """A matrix with singular values rate**i."""
+    u, _ = torch.linalg.qr(random(rows, min(rows, columns), seed=1))
+    v, _ = torch.linalg.qr(random(columns, min(rows, columns), seed=2))
+    return u @ torch.diag(rate ** torch.arange(min(rows, columns), dtype=torch.float64)) @ v.T
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.4), (0.7, -0.4), (-1.0, -2.0), (1.0, 0.0), (0.0, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_joined_is_the_sum_for_any_signs(weights, dtype):
+    terms = [
+        (random(9, r, seed=r, dtype=dtype), random(r, 7, seed=r + 9, dtype=dtype), w)
+        for r, w in zip((4, 2), weights, strict=True)
+    ]
+    up, down = lowrank.joined(terms)
+    want = sum(w * (u.double() @ d.double()) for u, d, w in terms)
+    error = (up.double() @ down.double() - want).norm()
+    assert error <= (1e-6 if dtype == torch.float32 else 1e-14) * max(float(want.norm()), 1)
+    assert up.shape[1] == (sum(r for r, w in zip((4, 2), weights, strict=True) if w) or 4)
+
+
+def test_a_weight_of_1_changes_no_bit():
+    up, down = random(9, 4, dtype=torch.float32), random(4, 7, seed=1, dtype=torch.float32)
+    left, right = lowrank.joined([(up, down, 1.0), (up * 3, down, 0.0)])
+    assert torch.equal(left, up)
+    assert torch.equal(right, down)
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(30, 20, 8), (20, 30, 8), (10, 12, 25), (5, 5, 1)])
+def test_factors_have_the_singular_values_of_their_product(rows, columns, rank):
+    up, down = random(rows, rank), random(rank, columns, seed=1)
+    dense = torch.linalg.svd(up @ down, full_matrices=False)
+    found = lowrank.spectrum(up, down)
+    torch.testing.assert_close(found.s, dense.S[: len(found.s)], rtol=1e-10, atol=1e-10)
+    for keep in (1, 3, rank):
+        left, right = lowrank.cut(found, keep)
+        best = float((dense.S[keep:] ** 2).sum().sqrt() / dense.S.norm())
+        assert abs(lowrank.residual(up @ down, left, right) - best) <= 1e-5
+        assert abs(lowrank.cut_error(found, keep) - best) <= 1e-7
+        assert left.shape[1] == min(keep, rows, columns, rank)
+
+
+def test_factors_of_a_cut_are_balanced_and_their_signs_settled():
+    left, right = lowrank.cut(lowrank.spectrum(random(30, 8), random(8, 20, seed=1)), 5)
+    torch.testing.assert_close(left.norm(dim=0), right.norm(dim=1))
+    assert (left.gather(0, left.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.9, 0.99])
+def test_a_sample_is_nearly_as_good_as_the_best(rate):
+    matrix = falling(120, 90, rate)
+    best = lowrank.cut_error(lowrank.dense_spectrum(matrix), 10)
+    found = lowrank.sampled_spectrum(matrix, 10, 0, "m")
+    assert lowrank.residual(matrix, *lowrank.cut(found, 10)) <= best * 1.01
+    assert lowrank.cut_error(found, 10) == pytest.approx(lowrank.residual(matrix, *lowrank.cut(found, 10)), rel=1e-6)
+
+
+def test_a_sample_depends_on_seed_and_name_alone():
+    matrix = falling(60, 50, 0.9)
+    again = [lowrank.sampled_spectrum(matrix, 5, *key).u for key in ((0, "m"), (0, "m"), (1, "m"), (0, "n"))]
+    assert torch.equal(again[0], again[1])
+    assert not torch.equal(again[0], again[2])
+    assert not torch.equal(again[0], again[3])
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (3, 3)])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4, 0.0])
+def test_whole_is_exact(shape, size):
+    matrix = random(*shape, dtype=torch.float32) * size
+    up, down = lowrank.whole(matrix)
+    assert up.shape[1] == min(shape)
+    assert torch.equal(up @ down, matrix)
+
+
+def test_clamping_keeps_the_share_of_the_smallest():
+    matrix = torch.tensor([[1.0, -2.0], [3.0, -4.0]])
+    assert torch.equal(lowrank.clamped(matrix, 1.0), matrix)
+    assert lowrank.clamped(matrix, 0.75).tolist() == [[1, -2], [3, -3]]
+    assert lowrank.clamped(matrix, 0.7).tolist() == [[1, -2], [3, -3]]
+    assert lowrank.clamped(matrix, 0.5).tolist() == [[1, -2], [2, -2]]
+
+
+S = torch.tensor([8.0, 4.0, 2.0, 2.0])  # Σ 16, Σσ² 88
+
+
+@pytest.mark.parametrize(
+    ("rule", "share", "rank"),
+    [
+        ("ratio", 0.2, 4),
+        ("ratio", 0.25, 2),  # more than, not equal
+        ("ratio", 0.6, 1),
+        ("cumulative", 0.5, 1),
+        ("cumulative", 0.51, 2),
+        ("cumulative", 0.75, 2),
+        ("cumulative", 1.0, 4),
+        ("frobenius", math.sqrt(64 / 88), 1),
+        ("frobenius", math.sqrt(65 / 88), 2),
+        ("frobenius", math.sqrt(80 / 88), 2),
+        ("frobenius", 1.0, 4),
+        ("frobenius", 0.0, 1),
+    ],
+)
+def test_shares(rule, share, rank):
+    assert lowrank.RULES[rule](S, share, 88.0) == rank
+
+
+def test_numerical_rank():
+    assert lowrank.rank_of(lowrank.spectrum(random(20, 3), random(3, 15, seed=1))) == 3
+    doubled = random(20, 2)
+    assert lowrank.rank_of(lowrank.spectrum(torch.cat([doubled, doubled], 1), random(4, 15, seed=1))) == 2
+    assert lowrank.rank_of(lowrank.spectrum(torch.zeros(5, 2), torch.zeros(2, 5))) == 0
