@@ -224,7 +224,7 @@ def _add_numbers(found: Sums, parts: _Parts, raw: Mapping[str, Bytes], decode: M
             delta = deltas[slot] = x - a
             for name, value in (("aa", aa), ("bb", dot(x, x)), ("ab", dot(a, x)), ("dd", dot(delta, delta))):
                 parts[name, slot].append(value)
-            found.largest[slot] = max(found.largest[slot], *(abs(float(end)) for end in torch.aminmax(delta)))
+            found.largest[slot] = max(found.largest[slot], abs(float(delta.amin())), abs(float(delta.amax())))
         for (one, d), (other, e) in combinations(deltas.items(), 2):
             agreement = torch.sign(d).mul_(torch.sign(e))
             both = dot(agreement, agreement)

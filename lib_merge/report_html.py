@@ -52,7 +52,7 @@ _DECIDED = {
     "delta_step_ratio": "size of the change over the distance of two codes",
     "codes_changed": "share of the codes that changed: 0 … 1",
     "correlation": "of the wanted and the achieved change: 1 is all of it",
-    "rms_ratio": "size of the achieved over the wanted change: 1 is all of it",
+    "rms_ratio": "RMS error of the result ÷ that of the quantized checkpoint it was folded into: 1 is as good",
 }
 MEANINGS = {**_TENSOR, **_MEASURED, **_DECIDED}
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_RMS_RATIO = 2.0
+_COMPARED_BYTES = 4 << 20
 _SHOWN = 5
 
 
@@ -211,37 +212,39 @@ class _Findings:
 
     def _compare(self, job: Range) -> None:
         """Bytes outside of the folded modules."""
-        one, other = (_read(model.files[job.file], job) for model in (self.plan.shipped, self.folded))
-        first = _first_difference(one, other)
-        with self._lock:
-            self.done += job.count
-            if first is not None:
-                self.touched.add(job.file)
-                self.strangers.setdefault(job.file, job.offset + first)
+        for offset in range(job.offset, job.offset + job.count, _COMPARED_BYTES):
+            part = Range(job.file, offset, min(_COMPARED_BYTES, job.offset + job.count - offset))
+            one, other = (_read(model.files[job.file], part) for model in (self.plan.shipped, self.folded))
+            first = _first_difference(one, other)
+            with self._lock:
+                self.done += part.count
+                if first is not None:
+                    self.touched.add(job.file)
+                    self.strangers[job.file] = min(offset + first, self.strangers.get(job.file, offset + first))
 
     def _recompute(self, job: Rows, hand: Worker) -> None:
         """Groups of a folded module."""
-        module = job.module
-        leaves = module.storage.leaves
-        dense, change = hand.dense(job), hand.change(job)
-        fresh = hand.encode(job, hand.merged(job, dense, change))
-        stored, shipped = read_leaves(self.folded, leaves, job), read_leaves(self.plan.shipped, leaves, job)
-        same = equal_groups(module, fresh, stored)
-        if not bool(same.all()):  # decided once more without matrix multiplication, before it counts
-            same = equal_groups(module, hand.fresh(job, fast=False), stored)
-        base = dense.double()
-        wanted = torch.zeros_like(base) if change is None else change
-        decoded = (module.storage.decode(raw).double() for raw in (stored, shipped))
-        squares = torch.stack([error.square_().sum(0) for error in errors(base, wanted, *decoded)])
+        module, leaves = job.module, job.module.storage.leaves
+        same, squares, touched = [], torch.zeros(2, module.shape[1], dtype=torch.float64), set()
+        for portion in hand.portions(job):
+            stored, shipped = (read_leaves(model, leaves, portion.rows) for model in (self.folded, self.plan.shipped))
+            same.append(equal_groups(module, portion.fresh, stored))
+            base = portion.dense.double()
+            wanted = torch.zeros_like(base) if portion.change is None else portion.change
+            decoded = (module.storage.decode(raw, portion.rows.low).double() for raw in (stored, shipped))
+            for total, error in zip(squares, errors(base, wanted, *decoded), strict=True):
+                total += error.square_().sum(0)
+            touched |= {leaf.file for leaf, *raw in zip(leaves, stored, shipped, strict=True) if not torch.equal(*raw)}
+        equal = torch.cat(same)
+        if not bool(equal.all()):  # decided once more without matrix multiplication, before it counts
+            equal = equal_groups(module, hand.fresh(job, fast=False), read_leaves(self.folded, leaves, job))
         with self._lock:
-            self.groups += same.numel()
-            if different := same.numel() - int(same.sum()):
+            self.groups += equal.numel()
+            if different := equal.numel() - int(equal.sum()):
                 self.differing[module.name] = self.differing.get(module.name, 0) + different
             self.columns.setdefault(module.name, {})[job.low] = squares
-            for leaf, one, other in zip(leaves, stored, shipped, strict=True):
-                self.done += one.numel()
-                if not torch.equal(one, other):
-                    self.touched.add(leaf.file)
+            self.touched |= touched
+            self.done += sum(leaf.row_bytes for leaf in leaves) * (job.high - job.low)
 
     def checked(self, files: Gate, choice: Choice, without_effect: bool) -> Checked:
         """The gates, once everything was looked at."""

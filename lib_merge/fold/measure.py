@@ -12,7 +12,7 @@ from ..families import block_of, component_of, detect
 from ..kernels.measure import dot
 from ..lazy import torch
 from .plan import FoldPlan, Module
-from .storage import Storage
+from .work import Portion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,38 +21,34 @@ if TYPE_CHECKING:
 LOST = 0.3
 
 
-def sums(
-    storage: Storage, dense: Tensor, change: Tensor | None, fresh: Sequence[Tensor], shipped: Sequence[Tensor]
-) -> dict[str, float]:
+def sums(portion: Portion, shipped: Sequence[Tensor]) -> dict[str, float]:
     """Sums over some rows, from which the numbers of the whole module follow by addition.
 
     Args:
-        storage: how the module is stored.
-        dense: float32 [rows, columns].
-        change: what was wanted, float64 of that shape.
-        fresh: bytes of the result's leaves.
-        shipped: bytes of the quantized checkpoint's leaves.
+        portion: the rows, computed.
+        shipped: bytes of the quantized checkpoint's leaves in these rows.
 
     Returns:
         `ww` dense², `dd` wanted², `aa` achieved², `da` wanted·achieved, `oo` result², `ff` error of the result², `ss`
         error of the quantized checkpoint², and the counts `codes`, `numel`, `step` (sum over groups), `steps`.
     """
-    base = dense.double()
-    wanted = torch.zeros_like(base) if change is None else change
-    out, before = storage.decode(fresh).double(), storage.decode(shipped).double()
-    achieved = out - before
+    storage, low = portion.rows.module.storage, portion.rows.low
+    base = portion.dense.double()
+    wanted = torch.zeros_like(base) if portion.change is None else portion.change
+    out, before = (storage.decode(raw, low).double() for raw in (portion.fresh, shipped))
+    achieved, length = out - before, dot(out, out)
     after, earlier = errors(base, wanted, out, before)
-    steps = storage.steps(shipped).double()
+    steps = storage.steps(shipped, low).double()
     return {
         "ww": dot(base, base),
         "dd": dot(wanted, wanted),
         "aa": dot(achieved, achieved),
         "da": dot(wanted, achieved),
-        "oo": dot(out, out),
+        "oo": length,
         "ff": dot(after, after),
         "ss": dot(earlier, earlier),
-        "codes": float((storage.codes(fresh) != storage.codes(shipped)).sum()),
-        "numel": float(dense.numel()),
+        "codes": float((storage.codes(portion.fresh) != storage.codes(shipped)).sum()),
+        "numel": float(base.numel()),
         "step": float(steps.sum()),
         "steps": float(steps.numel()),
     }
@@ -66,8 +62,11 @@ def errors(base: Tensor, wanted: Tensor, out: Tensor, shipped: Tensor) -> tuple[
         wanted: the adapter's change.
         out: decoded result.
         shipped: decoded quantized checkpoint.
+
+    Returns:
+        `out` and `shipped`, overwritten.
     """
-    return out - (base + wanted), shipped - base
+    return out.sub_(base + wanted), shipped.sub_(base)
 
 
 class Gathered:
@@ -76,11 +75,18 @@ class Gathered:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
+        self.cuts: dict[str, int] = {}
 
     def add(self, module: Module, low: int, found: Mapping[str, float]) -> None:
         """Keep the sums of rows from `low` on."""
         with self._lock:
             self._sums[module.name][low] = dict(found)
+
+    def cut(self, module: Module, count: int) -> None:
+        """Count weights that were cut to the largest code."""
+        if count:
+            with self._lock:
+                self.cuts[module.name] = self.cuts.get(module.name, 0) + count
 
     def of(self, module: Module) -> dict[str, float]:
         """Totals of a module; empty where nothing was measured."""
@@ -162,6 +168,11 @@ def lost_effect(plan: FoldPlan, gathered: Gathered) -> list[str]:
     unchanged = [name for name, row in found.items() if row["norm_diff"] > 0 and row["codes_changed"] == 0]
     weak = [name for name, row in found.items() if row["codes_changed"] > 0 and row["correlation"] < LOST]
     said = []
+    if gathered.cuts:
+        said.append(
+            f"{sum(gathered.cuts.values())} weights of {len(gathered.cuts)} modules are beyond their scale and were "
+            f"cut to the largest code ({next(iter(gathered.cuts))}, …)"
+        )
     if unchanged:
         said.append(
             f"{len(unchanged)} of {len(found)} modules keep all of their codes: the adapter's change of them is lost, "

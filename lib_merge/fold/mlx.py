@@ -45,7 +45,11 @@ class Affine:
         coded = quantize(values, bits=self.bits, group=self.unit, rounding=rounding, dtype=stored, first_row=first_row)
         return coded.words, coded.scales.view(torch.uint8), coded.biases.view(torch.uint8)
 
-    def decode(self, raw: Sequence[Tensor]) -> Tensor:
+    def beyond(self, values: Tensor, first_row: int) -> int:
+        """See `Storage`: every group has a scale of its own."""
+        return 0
+
+    def decode(self, raw: Sequence[Tensor], first_row: int) -> Tensor:
         """See `Storage`."""
         return dequantize(self._coded(raw), bits=self.bits, group=self.unit)
 
@@ -53,7 +57,7 @@ class Affine:
         """See `Storage`."""
         return torch.from_numpy(unpack(raw[0].numpy(), self.bits))
 
-    def steps(self, raw: Sequence[Tensor]) -> Tensor:
+    def steps(self, raw: Sequence[Tensor], first_row: int) -> Tensor:
         """See `Storage`."""
         return self._coded(raw).scales.float().abs()
 

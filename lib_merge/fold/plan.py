@@ -14,7 +14,7 @@ from ..files.open import open_model
 from ..files.patched import Range
 from ..files.source import Source
 from ..quant.coded import coded_tensors
-from . import mlx
+from . import fp8, mlx
 from .adapter import AdapterFile, LowRank, open_adapter, regular
 from .names import resolve
 from .storage import Storage
@@ -229,6 +229,8 @@ def _storage(module: str, shape: Sequence[int], shipped: Shipped) -> Storage:
     tensors = shipped.source.tensors
     if mlx.is_mlx(module, tensors):
         return mlx.affine(module, tensors, shape, shipped.config)
+    if (coded_fp8 := fp8.scaled_fp8(module, tensors, shape, shipped.source)) is not None:
+        return coded_fp8
     weight = tensors[f"{module}.weight"]
     coded = coded_tensors({key: info.dtype for key, info in tensors.items()})
     if f"{module}.weight" in coded:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import RecipeError
 from ..quant.affine import ROUNDINGS
 from .plan import FoldPlan, Module
-from .work import Rows, Worker, read_leaves, tiles_of
+from .work import PORTION, Rows, Worker, read_leaves, tiles_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 CHOICES = (AUTO, *ROUNDINGS)
 
-_SAMPLED = 1 << 24
+_SAMPLED = 1 << 23
 _FEWEST = 1 << 16
 
 
@@ -105,7 +105,7 @@ def _sample(modules: Sequence[Module]) -> Iterator[Rows]:
         rows, columns = module.shape
         count = min(rows, max(1, quota // max(1, columns)))
         low = (rows - count) // 2
-        yield from tiles_of(module, low=low, high=low + count)
+        yield from tiles_of(module, PORTION, low, low + count)
 
 
 def equal_groups(module: Module, one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:

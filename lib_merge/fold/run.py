@@ -27,7 +27,7 @@ from ..tiles import TILE as MERGE_TILE
 from .measure import Gathered, lost_effect, rows, sums
 from .plan import FoldPlan, Module, make_fold_plan
 from .rounding import AUTO, CHOICES, Choice, choose
-from .work import TILE, Factors, Rows, Worker, read_leaves, row_tiles
+from .work import TILE, Factors, Rows, Worker, joined, read_leaves, row_tiles
 
 _BASE_BYTES = 230_000_000  # of a process that has loaded torch
 _TILE_BYTES = 48 << 20  # that one thread works with
@@ -226,17 +226,19 @@ def _carry_out(plan: FoldPlan, target: Path, choice: Choice, round_dense: bool, 
 
 def _fold_rows(hand: Worker, job: Rows, copy: PatchedCopy, plan: FoldPlan, gathered: Gathered, report: bool) -> int:
     """Code some rows, write them, measure them where that is asked for; returns the bytes written."""
-    module = job.module
-    dense, change = hand.dense(job), hand.change(job)
-    fresh = hand.encode(job, hand.merged(job, dense, change))
+    module, parts = job.module, []
+    leaves = module.storage.leaves
+    for portion in hand.portions(job):
+        parts.append(portion.fresh)
+        if report or portion.rows.low == 0:  # without a report, the first rows of a module speak for it
+            shipped = read_leaves(plan.shipped, leaves, portion.rows)
+            gathered.add(module, portion.rows.low, sums(portion, shipped))
+        gathered.cut(module, portion.cut)
     written = 0
-    for leaf, raw in zip(module.storage.leaves, fresh, strict=True):
-        view = raw.reshape(-1).numpy().data
+    for leaf, raw in zip(leaves, joined(parts), strict=True):
+        view = raw.view(-1).numpy().data
         copy.write(leaf.file, leaf.offset + job.low * leaf.row_bytes, view, leaf.key)
         written += len(view)
-    if report or job.low == 0:  # without a report, the first rows of a module speak for it
-        shipped = read_leaves(plan.shipped, module.storage.leaves, job)
-        gathered.add(module, job.low, sums(module.storage, dense, change, fresh, shipped))
     return written
 
 

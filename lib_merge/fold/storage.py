@@ -64,11 +64,14 @@ class Storage(Protocol):
             NumberError: weights that cannot be stored; names row and group.
         """
 
-    def decode(self, raw: Sequence[Tensor]) -> Tensor:
+    def beyond(self, values: Tensor, first_row: int) -> int:
+        """How many weights are beyond the largest code and will be cut to it; 0 where scales are made anew."""
+
+    def decode(self, raw: Sequence[Tensor], first_row: int) -> Tensor:
         """float32 weights [rows, columns] of the leaves' bytes [rows, row_bytes]."""
 
     def codes(self, raw: Sequence[Tensor]) -> Tensor:
         """Codes [rows, columns] of the leaves' bytes."""
 
-    def steps(self, raw: Sequence[Tensor]) -> Tensor:
+    def steps(self, raw: Sequence[Tensor], first_row: int) -> Tensor:
         """Distance of two codes, float32 [rows, groups]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -12,16 +13,19 @@ from ..errors import NumberError
 from ..files.dtypes import DTYPES
 from ..files.source import Source
 from ..kernels.in_order import product
-from ..kernels.measure import all_finite
+from ..kernels.measure import all_finite, bits_finite
 from ..lazy import torch
 from .adapter import LowRank
 from .plan import Module, Shipped
 from .storage import Leaf
+from .values import read_rows, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TILE = 1 << 20  # weights: matrix multiplication wants taller tiles than a merge does
+PORTION = 1 << 17  # weights that fit into a core's cache with what is computed of them
+PORTION = 1 << 17  # weights that fit into a core's cache with what is computed of them
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,25 @@ class Factors:
         return values
 
 
+@dataclass(frozen=True)
+class Portion:
+    """Some rows of a tile, few enough to stay in a core's cache; overwritten by the next portion.
+
+    Attributes:
+        rows: which.
+        dense: float32 [rows, columns], the dense weights as the converter saw them.
+        change: float64 of that shape, what the adapter adds; None for a module without a change.
+        fresh: bytes [rows, row_bytes] for each leaf, as they are to be stored.
+        cut: weights that were beyond the largest code and became it.
+    """
+
+    rows: Rows
+    dense: Tensor
+    change: Tensor | None
+    fresh: tuple[Tensor, ...]
+    cut: int
+
+
 class Worker:
     """One thread's work on rows of modules.
 
@@ -108,6 +131,31 @@ class Worker:
     ) -> None:
         self._dense, self._shipped, self._factors = dense, shipped, factors
         self._rounding, self._round_dense = rounding, round_dense
+        self._room: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def portions(self, rows: Rows, *, fast: bool = True) -> Iterator[Portion]:
+        """Rows computed from dense weights and adapter, portion by portion.
+
+        Args:
+            rows: of one module.
+            fast: False to sum over the rank without matrix multiplication.
+
+        Raises:
+            NumberError: a value that is not finite, or that cannot be stored; names the tensor.
+        """
+        change = self._change(rows, fast)
+        step = max(1, PORTION // max(1, rows.module.shape[1]))
+        for low in range(rows.low, rows.high, step):
+            part = Rows(rows.module, low, min(low + step, rows.high))
+            wanted = None if change is None else change[part.low - rows.low : part.high - rows.low]
+            dense = self.dense(part)
+            merged = self._merged(part, dense, wanted)
+            cut = rows.module.storage.beyond(merged, part.low)
+            yield Portion(part, dense, wanted, self.encode(part, merged), cut)
+
+    def fresh(self, rows: Rows, *, fast: bool = True) -> list[Tensor]:
+        """The rows as they are to be stored: bytes [rows, row_bytes] for each leaf."""
+        return joined([portion.fresh for portion in self.portions(rows, fast=fast)])
 
     def dense(self, rows: Rows) -> Tensor:
         """The dense weights of these rows as the converter saw them.
@@ -119,44 +167,19 @@ class Worker:
             NumberError: a value that is not finite; names the tensor.
         """
         module, source = rows.module, self._dense
+        stored, dtype = DTYPES[source.tensors[module.dense].dtype], module.storage.dtype
         values = read_rows(source, module.dense, rows.low, rows.high)
-        stored, dtype = source.tensors[module.dense].dtype, module.storage.dtype
-        if dtype and dtype != stored and not self._round_dense:
-            values = values.to(_torch(dtype))
-        wide = values.float()
-        if not all_finite(wide):
-            what = "the dense weight holds a value that is not finite"
-            if dtype != stored and all_finite(read_rows(source, module.dense, rows.low, rows.high).float()):
+        raw = values.view(torch.uint8).view(-1).numpy()
+        if not bits_finite(raw, stored.bits, stored.unbounded):
+            raise NumberError(
+                "the dense weight holds a value that is not finite", file=source.path, tensor=module.dense
+            )
+        if dtype and dtype != stored.name and not self._round_dense:
+            values = values.to(torch_dtype(dtype))
+            if not all_finite(values.float()):
                 what = f"the dense weight holds a value beyond {dtype}, which the quantized checkpoint stores scales in"
-            raise NumberError(what, file=source.path, tensor=module.dense)
-        return wide
-
-    def change(self, rows: Rows, *, fast: bool = True) -> Tensor | None:
-        """The adapter's change of these rows: the float64 sum over the rank, in order, times the scale once.
-
-        Returns:
-            float64 [rows, columns]; None for a module without a change.
-        """
-        change = rows.module.change
-        if change is None or self._factors is None:
-            return None
-        up, down = self._factors.of(change)
-        out = torch.empty(rows.high - rows.low, rows.module.shape[1], dtype=torch.float64)
-        fast = fast and self._factors.exact_products(change)
-        return product(up[rows.low : rows.high], down, out, fast=fast).mul_(change.scale)
-
-    def merged(self, rows: Rows, dense: Tensor, change: Tensor | None) -> Tensor:
-        """What is to be coded: f32(f64(dense) + change), rounded to the dense dtypes where that was asked for.
-
-        Returns:
-            float32 [rows, columns], not `dense` itself.
-        """
-        values = dense.clone() if change is None else (dense.double() + change).float()
-        if self._round_dense:
-            stored = self._dense.tensors[rows.module.dense].dtype
-            for dtype in (stored, rows.module.storage.dtype or stored):
-                values = values.to(_torch(dtype)).float()
-        return values
+                raise NumberError(what, file=source.path, tensor=module.dense)
+        return self._scratch("dense", torch.float32, values.shape).copy_(values)
 
     def encode(self, rows: Rows, values: Tensor) -> tuple[Tensor, ...]:
         """Bytes of each leaf [rows, row_bytes]; `values` are overwritten.
@@ -170,19 +193,41 @@ class Worker:
             key = rows.module.storage.leaves[0].key
             raise NumberError(error.what, file=self._shipped.source.path, tensor=key, hint=error.hint) from error
 
-    def fresh(self, rows: Rows, *, fast: bool = True) -> tuple[Tensor, ...]:
-        """The rows as they are to be stored, computed from dense weights and adapter."""
-        return self.encode(rows, self.merged(rows, self.dense(rows), self.change(rows, fast=fast)))
+    def _change(self, rows: Rows, fast: bool) -> Tensor | None:
+        """The float64 sum over the rank, in order, times the scale once."""
+        change = rows.module.change
+        if change is None or self._factors is None:
+            return None
+        up, down = self._factors.of(change)
+        out = self._scratch("change", torch.float64, (rows.high - rows.low, rows.module.shape[1]))
+        fast = fast and self._factors.exact_products(change)
+        return product(up[rows.low : rows.high], down, out, fast=fast).mul_(change.scale)
+
+    def _merged(self, rows: Rows, dense: Tensor, change: Tensor | None) -> Tensor:
+        """What is to be coded: f32(f64(dense) + change), rounded to the dense dtypes where that was asked for."""
+        values = self._scratch("merged", torch.float32, dense.shape)
+        if change is None:
+            values.copy_(dense)
+        else:
+            values.copy_(self._scratch("sum", torch.float64, dense.shape).copy_(dense).add_(change))
+        if self._round_dense:
+            stored = self._dense.tensors[rows.module.dense].dtype
+            for dtype in (stored, rows.module.storage.dtype or stored):
+                values = values.to(torch_dtype(dtype)).float()
+        return values
+
+    def _scratch(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Memory that is used again: fresh memory costs more than what is computed in it."""
+        count = math.prod(shape)
+        room = self._room.get((name, dtype))
+        if room is None or room.numel() < count:
+            room = self._room[name, dtype] = torch.empty(count, dtype=dtype)
+        return room[:count].view(*shape)
 
 
-def read_rows(source: Source, key: str, low: int, high: int) -> Tensor:
-    """Rows of a stored matrix in its own dtype."""
-    info = source.tensors[key]
-    columns = info.shape[1]
-    size = DTYPES[info.dtype].bits // 8
-    raw = torch.empty((high - low) * columns * size, dtype=torch.uint8)
-    source.read_into(key, low * columns * size, raw.numpy().data)
-    return raw.view(_torch(info.dtype)).view(high - low, columns)
+def joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The leaves of several portions one below the other."""
+    return [torch.cat(leaf) for leaf in zip(*parts, strict=True)]
 
 
 def read_leaves(model: Shipped, leaves: Sequence[Leaf], rows: Rows) -> list[Tensor]:
@@ -192,9 +237,4 @@ def read_leaves(model: Shipped, leaves: Sequence[Leaf], rows: Rows) -> list[Tens
         raw = torch.empty(rows.high - rows.low, leaf.row_bytes, dtype=torch.uint8)
         model.source.read_into(leaf.key, rows.low * leaf.row_bytes, raw.view(-1).numpy().data)
         found.append(raw)
-    return found
-
-
-def _torch(dtype: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, DTYPES[dtype].torch)
     return found

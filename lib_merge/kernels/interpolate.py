@@ -10,7 +10,7 @@ from ..lazy import torch
 from .arithmetic import as_bits
 from .measure import BLOCK
 from .registry import Measure, Param, merge_method
-from .scratch import PIECE, room
+from .scratch import PIECE, room, scalar
 from .similarity import SIMILARITY, blend, exponent_of, gaps, needs_wide, raised, similarities, undefined
 
 if TYPE_CHECKING:
@@ -128,14 +128,14 @@ def comparative_interpolation(
         return undefined(a)
     exponent, wide = exponent_of(alpha), needs_wide(alpha)
 
-    def share(x: Tensor, y: Tensor) -> Tensor:
+    def share(x: Tensor, y: Tensor, back: Tensor) -> Tensor:
         if beta == 0:
-            return raised(similarities(x, y, largest, wide), exponent)
-        different = room("different", x).copy_(gaps(x, y, wide).div_(largest))
-        raised(different, exponent)
+            return raised(similarities(x, y, largest, wide, back), exponent)
+        gap = gaps(x, y, wide, back)
+        different = raised(room("different", x).copy_(gap.div_(scalar(largest, gap))), exponent)
         if beta == 1:
             return different
-        similar = raised(similarities(x, y, largest, wide), exponent)
+        similar = raised(similarities(x, y, largest, wide, back), exponent)
         return similar.mul_(1 - beta).add_(different.mul_(beta))
 
     return _blend_flat(a, b, share, gamma, draws)
@@ -201,8 +201,8 @@ def enhanced_auto_interp(
     if lowest > highest:
         return a
 
-    def share(x: Tensor, y: Tensor) -> Tensor:
-        similarity = similarities(x, y, largest, wide)
+    def share(x: Tensor, y: Tensor, back: Tensor) -> Tensor:
+        similarity = similarities(x, y, largest, wide, back)
         bits = as_bits(similarity)
         inside = torch.clamp(bits, lowest, highest, out=room("inside", bits)).eq_(bits).neg_()
         m = similarity.fill_(1) if exponent == 0 else raised(similarity, exponent)

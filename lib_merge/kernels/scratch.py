@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..lazy import torch
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Elements worked on at a time, so that all numbers at hand stay in a core's cache. No result depends on it.
-PIECE = 1 << 17
+PIECE = 1 << 16
 _WIDEST_BYTES = 8
 
 
@@ -45,3 +46,18 @@ def room(purpose: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
         _ROOMS.memory[purpose] = memory
     _ROOMS.last[purpose] = memory[:size].view(dtype).view(like.shape)
     return _ROOMS.last[purpose]
+
+
+def scalar(value: float, like: Tensor) -> Tensor:
+    """A number as a tensor without dimensions: torch takes 10 to 20 µs longer for each number that comes from Python.
+
+    Args:
+        value: any number.
+        like: float32 or float64; the result has its dtype, and lies in main memory, where every device takes it from.
+    """
+    return _scalar(float(value), like.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)

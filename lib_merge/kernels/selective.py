@@ -16,7 +16,7 @@ from .arithmetic import step_towards
 from .column_sums import ColumnSums, column_sums, row_blocks, sum_rows
 from .measure import row_block
 from .registry import Measure, Param, merge_method
-from .scratch import room
+from .scratch import PIECE, room
 from .similarity import SIMILARITY, blend, exponent_of, gaps, needs_wide, raised, similarities, undefined
 
 if TYPE_CHECKING:
@@ -171,8 +171,8 @@ def enhanced_man_interp(
     exponent, wide = exponent_of(alpha), needs_wide(alpha)
     factor = None if gate.open is None else gate.open.to(a.dtype)
 
-    def share(x: Tensor, y: Tensor) -> Tensor:
-        share_of_b = raised(similarities(x, y, gate.largest, wide), exponent)
+    def share(x: Tensor, y: Tensor, back: Tensor) -> Tensor:
+        share_of_b = raised(similarities(x, y, gate.largest, wide, back), exponent)
         return share_of_b if factor is None else share_of_b.mul_(factor)
 
     blend(a, b, share, delta, draws)
@@ -239,4 +239,10 @@ def weight_sum_cutoff(
         return a
     if math.isinf(gate.largest) and alpha < 1:
         return undefined(a)
-    return step_towards(a, b, alpha, _mask(gate, a))
+    mask = _mask(gate, a)
+    if alpha == 1:
+        return step_towards(a, b, 1, mask)
+    size = max(1, PIECE // max(1, a.shape[1]))
+    for low in range(0, len(a), size):
+        step_towards(a[low : low + size], b[low : low + size], alpha, mask)
+    return a

@@ -13,27 +13,35 @@ from typing import TYPE_CHECKING
 from ..lazy import torch
 from .arithmetic import as_bits, chosen_or, mask_below
 from .random import STEPS
-from .scratch import PIECE, room
+from .scratch import PIECE, room, scalar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Share = Callable[[Tensor, Tensor], Tensor]
+    Share = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 SIMILARITY = "s = 1 − |B − A|/max|B − A| (max over the tensor)"
 _LARGEST_EXPONENT = 1e30  # float32 has it
 _BITS_OF_1 = {4: 0x3F800000, 8: 0x3FF0000000000000}
 
 
-def gaps(a: Tensor, b: Tensor, wide: bool) -> Tensor:
-    """|A − B|, in float64 if `wide`; good until this thread's next call."""
+def gaps(a: Tensor, b: Tensor, wide: bool, back: Tensor | None = None) -> Tensor:
+    """|A − B|, in float64 if `wide`; good until this thread's next call.
+
+    Args:
+        a: float32 or float64, any shape.
+        b: same shape and dtype.
+        wide: see `needs_wide`.
+        back: A − B, where it is known.
+    """
     if not wide:
-        return torch.sub(a, b, out=room("gap", a)).abs_()
+        gap = room("gap", a)
+        return torch.sub(a, b, out=gap).abs_() if back is None else torch.abs(back, out=gap)
     gap, other = room("gap", a, torch.float64), room("other", a, torch.float64)
     return gap.copy_(a).sub_(other.copy_(b)).abs_()
 
 
-def similarities(a: Tensor, b: Tensor, largest: float, wide: bool) -> Tensor:
+def similarities(a: Tensor, b: Tensor, largest: float, wide: bool, back: Tensor | None = None) -> Tensor:
     """Similarity, in the dtype of `a`; good until this thread's next call.
 
     Args:
@@ -41,8 +49,10 @@ def similarities(a: Tensor, b: Tensor, largest: float, wide: bool) -> Tensor:
         b: same shape and dtype.
         largest: M, not 0.
         wide: see `needs_wide`.
+        back: A − B, where it is known.
     """
-    found = gaps(a, b, wide).div_(-largest).add_(1)
+    found = gaps(a, b, wide, back)
+    found.div_(scalar(-largest, found)).add_(scalar(1.0, found))
     return room("similarity", a).copy_(found) if wide else found
 
 
@@ -64,7 +74,7 @@ def raised(base: Tensor, exponent: float) -> Tensor:
         return base.mul_(base)
     if exponent == 3:
         return base.mul_(torch.mul(base, base, out=room("other", base)))
-    return base.log_().mul_(exponent).exp_()
+    return base.log_().mul_(scalar(exponent, base)).exp_()
 
 
 def blend(a: Tensor, b: Tensor, share: Share, smoothness: float, draws: Tensor | None) -> None:
@@ -75,28 +85,29 @@ def blend(a: Tensor, b: Tensor, share: Share, smoothness: float, draws: Tensor |
     Args:
         a: at least one dimension; overwritten.
         b: same shape; overwritten.
-        share: a piece of A and of B -> m, 0 … 1.
+        share: a piece of A, of B and of A − B -> m, 0 … 1; it leaves them as they are.
         smoothness: 0 … 1; at 0 nothing is calculated, bits are chosen.
         draws: int32, same shape; not needed where smoothness is 1.
     """
     size = max(1, PIECE // math.prod(a.shape[1:]))
     for low in range(0, len(a), size):
         x, y = a[low : low + size], b[low : low + size]
-        m = share(x, y)
+        back = torch.sub(x, y, out=room("back", x))
+        m = share(x, y, back)
         if smoothness == 1:
-            _interpolate(x, y, m)
+            _interpolate(x, y, m, back)
             continue
         assert draws is not None
         chosen = _chosen(m, draws[low : low + size])
         if smoothness == 0:
             chosen_or(y, x, chosen.bitwise_not_())
         else:
-            _interpolate(x, y, _mixed(m, chosen, smoothness))
+            _interpolate(x, y, _mixed(m, chosen, smoothness), back)
 
 
 def _chosen(m: Tensor, draws: Tensor) -> Tensor:
     """Mask of the draws that choose B: draw < 65536·m − ½, as `random.threshold`; nothing in this rounds."""
-    limit = torch.mul(m, STEPS, out=room("other", m)).sub_(0.5)
+    limit = torch.mul(m, scalar(STEPS, m), out=room("other", m)).sub_(scalar(0.5, m))
     distance = room("chosen", m).copy_(draws).sub_(limit)
     return as_bits(distance).bitwise_right_shift_(8 * m.element_size() - 1)
 
@@ -108,13 +119,13 @@ def _mixed(m: Tensor, chosen: Tensor, smoothness: float) -> Tensor:
     return m.mul_(float(part)).add_(chosen.bitwise_and_(rest).view(m.dtype))
 
 
-def _interpolate(a: Tensor, b: Tensor, share: Tensor) -> None:
-    """A + share·(B − A) in place of `a`: the bits of A where share is 0, those of B where it is 1. Overwrites `share`.
+def _interpolate(a: Tensor, b: Tensor, share: Tensor, back: Tensor) -> None:
+    """A + share·(B − A) in place of `a`: the bits of A where share is 0, those of B where it is 1.
 
-    Written as `step_towards`; the added 0 makes 0.0 of −0.0, and A − 0.0 has the bits of A.
+    Written as `step_towards`; the added 0 makes 0.0 of −0.0, and A − 0.0 has the bits of A. Overwrites `share` and
+    `back`, which is A − B.
     """
-    back = torch.sub(a, b, out=room("other", a)).mul_(share).add_(0.0)
-    a.sub_(back)
+    a.sub_(back.mul_(share).add_(scalar(0.0, back)))
     chosen_or(b, a, mask_below(as_bits(share), _BITS_OF_1[share.element_size()], a))
 
 
