@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ LoraLike = (
 
 CONFIG = "adapter_config.json"
 STRENGTH = "strength"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def match(recipe: Recipe, base: Tensors, found: Detected, sources: Mapping[str, 
     """
     if not recipe.loras:
         return NO_LORAS
-    matcher = _Matcher(base, found, Names(base, found))
+    matcher = _Matcher(base, found, Names(base, found), _is_tied(sources.get(f"{path}A")))
     general = recipe.blocks if recipe.task == "bake" else {}
     for slot, lora in lora_slots(recipe):
         matcher.add(path + slot, sources[path + slot], lora, blocks.parse(lora.blocks) or general)
@@ -117,6 +119,7 @@ class _Matcher:
     base: Tensors
     found: Detected
     names: Names
+    tied: bool = False
     changes: dict[str, list[Change]] = field(default_factory=dict)
     grown: dict[str, int] = field(default_factory=dict)
     unused: list[tuple[str, str]] = field(default_factory=list)
@@ -130,12 +133,16 @@ class _Matcher:
         shapes = {key: shape for key, (_, shape) in tensors.items()}
         lost: list[Piece] = []
         misfits: list[str] = []
-        for piece in adapter.pieces:
-            places = self.names.find(piece.stem, piece.param)
+        found = [(piece, self.names.find(piece.stem, piece.param)) for piece in adapter.pieces]
+        doubled = self._doubled(found)
+        if doubled:
+            what = f"{len(doubled)} modules of {lora.file} change what others of it change already, and are left out"
+            self.problems.append(Problem("note", f"{what}: {named(sorted(doubled))}", str(source.path)))
+        for piece, places in found:
+            self._refuse_tied(piece, source)
             if not places:
-                self._refuse_tied(piece, source)
                 lost.append(piece)
-            for place in places:
+            for place in () if piece.stem in doubled else places:
                 parts = {role: shapes[key] for role, key in piece.keys.items()}
                 fitted = _fit(piece, parts, place, self._shape(place), is_first_layer(place.key, self.found))
                 if isinstance(fitted, str):
@@ -145,12 +152,29 @@ class _Matcher:
                 strength = self._strength(lora, place.key, of_block)
                 change = _change(slot, piece, place, fitted, strength, shapes)
                 self.changes.setdefault(place.key, []).append(change)
+        self._follow_tied(slot)
         # A part may serve two parameters of a module, of which the base has one.
         applied = {key for change in self._of(slot) for key in change.keys.values()}
         lost = [piece for piece in lost if not applied.issuperset(piece.keys.values())]
         keys = [key for piece in lost for key in piece.keys.values() if key not in applied]
         self.unused += [(slot, key) for key in (*keys, *adapter.leftover)]
         self._tell(source, lora, adapter, lost, misfits, detect(tensors))
+
+    def _doubled(self, found: Sequence[tuple[Piece, tuple[Place, ...]]]) -> set[str]:
+        """Modules that a file holds twice, fused and split: those of the copy that does not count."""
+        claimed: Counter[tuple[str, str]] = Counter()
+        for piece, places in found:
+            for place in places:
+                claimed[piece.format, place.key] += place.rows[1] if place.rows else self._rows(place.key)
+        over = {form for (form, key), count in claimed.items() if count > self._rows(key)}
+        return {
+            stem
+            for form in over
+            for stem in self.names.doubles(piece.stem for piece, _ in found if piece.format == form)
+        }
+
+    def _rows(self, key: str) -> int:
+        return (self.base[key][1] or (1,))[0]
 
     def _of(self, slot: str) -> Iterator[Change]:
         return (change for items in self.changes.values() for change in items if change.slot == slot)
@@ -192,13 +216,28 @@ class _Matcher:
 
     def _refuse_tied(self, piece: Piece, source: Source) -> None:
         """An output layer that is the embedding itself cannot get a change of its own."""
-        if piece.stem.rpartition(".")[2] == "lm_head" and not any(key.endswith("lm_head.weight") for key in self.base):
+        if piece.stem.rpartition(".")[2] == "lm_head" and (self.tied or not self._ending(_HEAD)):
             raise RecipeError(
-                "the LoRA changes lm_head, which this checkpoint does not have: it is tied to the embedding",
+                "the LoRA changes lm_head, which in this checkpoint is tied to the embedding",
                 file=source.path,
                 tensor=next(iter(piece.keys.values())),
                 hint="take a checkpoint that stores lm_head.weight, or a LoRA without it",
             )
+
+    def _follow_tied(self, slot: str) -> None:
+        """Where the output layer is the embedding, it changes with it, whether it is stored or not."""
+        embedding, head = self._ending(_EMBEDDING), self._ending(_HEAD)
+        changes = [change for change in self.changes.get(embedding, ()) if change.slot == slot]
+        if not changes or (head and not self.tied):
+            return
+        if head:
+            self.changes.setdefault(head, []).extend(changes)
+        what = f"{head or 'the output layer'} is tied to {embedding} and changes with it"
+        self.problems.append(Problem("note", what, tensor=embedding))
+
+    def _ending(self, name: str) -> str:
+        """The base's tensor of that last name in a language model; empty if there is none."""
+        return next((key for key in self.base if key.endswith(name)), "") if self.found.kind == "llm" else ""
 
     def _tell(
         self,
@@ -276,6 +315,14 @@ def named_loras(given: Sequence[LoraLike], alpha: float | None) -> tuple[tuple[L
         loras.append(Lora(file=os.path.basename(os.path.abspath(paths[-1])), alpha=alpha, **fields))  # type: ignore[arg-type]
     named = tuple(loras)
     return named, {slot: path for (slot, _), path in zip(lora_slots(Recipe(loras=named)), paths, strict=True)}
+
+
+def _is_tied(source: Source | None) -> bool:
+    """True when a model folder says that its output layer is its embedding."""
+    if source is None or source.kind != "folder" or not (source.path / "config.json").is_file():
+        return False
+    path = source.path / "config.json"
+    return load_json(path.read_bytes(), path, "config").get("tie_word_embeddings") is True
 
 
 def adapter_path(path: Path | str) -> Path:

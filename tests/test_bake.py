@@ -265,6 +265,48 @@ def test_rows_of_a_fused_weight_and_a_fused_module_over_several_weights(tmp_path
         np.testing.assert_array_equal(got[key], (before[key] + change).astype("f4"))
 
 
+def test_a_file_with_a_fused_and_a_split_copy_is_baked_once(tmp_path, capsys):
+    layer = "layers.0.attention"
+    a = write(
+        tmp_path / "a.safetensors",
+        {
+            f"{layer}.qkv.weight": values((24, 8), 1),
+            f"{layer}.out.weight": values((8, 8), 2),
+            "cap_embedder.1.weight": values((8, 8), 3),
+            "layers.0.adaLN_modulation.0.weight": values((8, 8), 4),
+        },
+    )
+    up, down = values((24, 2), 5), values((2, 8), 6)
+    parts = {f"diffusion_model.{layer}.qkv.lora_A.weight": down, f"diffusion_model.{layer}.qkv.lora_B.weight": up}
+    for number, name in enumerate("qkv"):
+        stem = f"diffusion_model.{layer}.to_{name}"
+        parts |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up[8 * number : 8 * number + 8].copy()}
+    one, out = write(tmp_path / "one.safetensors", parts), tmp_path / "out.safetensors"
+    assert main(["bake", str(a), str(one), "-o", str(out), "--no-fsync"]) == 0
+    assert "are left out" in capsys.readouterr().out
+    want = values((24, 8), 1) + up.astype(np.float64) @ down
+    np.testing.assert_array_equal(read(out)[f"{layer}.qkv.weight"], want.astype("f4"))
+
+
+def test_scaled_fp8_is_decoded_before_something_is_added(tmp_path, capsys):
+    codes = np.array([[1.0, -2.0, 0.5, 448.0]] * 4, "f4")
+    coded = {V: raw("F8_E4M3", codes), V.replace(".weight", ".scale_weight"): raw("F32", np.array([0.01], "f4"))}
+    a = base(tmp_path / "a.safetensors", **coded)
+    stem = STEM[V]
+    up, down = values((4, 2), 1), values((2, 4), 2)
+    one = write(tmp_path / "one.safetensors", {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up})
+    out = tmp_path / "out.safetensors"
+    assert main(["bake", str(a), str(one), "-o", str(out), "--no-fsync"]) == 0
+    assert "decoded" in capsys.readouterr().out
+    got = read_raw(out)[1]
+    assert got[V][0] == "BF16"
+    assert V.replace(".weight", ".scale_weight") not in got
+    want = codes.astype(np.float64) * np.float32(0.01) + up.astype(np.float64) @ down
+    np.testing.assert_allclose(read(out)[V], want, rtol=2**-8)
+    forced = baked(tmp_path, a, one, save_dtype="fp32", override_dtype=True)
+    np.testing.assert_allclose(read(forced)[V], want, rtol=1e-6)
+
+
 # What is baked, and where
 
 

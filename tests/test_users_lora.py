@@ -176,6 +176,25 @@ def test_12_a_head_that_is_the_embedding_gets_no_change_of_its_own(tmp_path, cap
     inside = peft(tmp_path / "inside", "model.layers.0.self_attn.q_proj", config=config)
     assert main(["bake", str(base), str(inside), "-o", str(out), "--no-fsync"]) == 0
     assert "lm_head.weight" not in read(out / "model.safetensors")
+    capsys.readouterr()
+    on_embedding = tmp_path / "embedding"
+    on_embedding.mkdir()
+    stem = "base_model.model.model.embed_tokens"
+    parts = {f"{stem}.lora_embedding_A": values((2, 10), 70), f"{stem}.lora_embedding_B": values((4, 2), 71)}
+    write(on_embedding / "adapter_model.safetensors", parts)
+    (on_embedding / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    change = (parts[f"{stem}.lora_embedding_B"].astype(np.float64) @ parts[f"{stem}.lora_embedding_A"]).T
+    assert main(["bake", str(base), str(on_embedding), "-o", str(tmp_path / "e"), "--no-fsync"]) == 0
+    assert "tied to model.embed_tokens.weight" in capsys.readouterr().out
+    np.testing.assert_array_equal(
+        read(tmp_path / "e" / "model.safetensors")["model.embed_tokens.weight"], exact(values((10, 4), 1), change)
+    )
+    stored_twice = llama(tmp_path / "twice", head=True)
+    (stored_twice / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    assert main(["bake", str(stored_twice), str(on_embedding), "-o", str(tmp_path / "t"), "--no-fsync"]) == 0
+    twice = read(tmp_path / "t" / "model.safetensors")
+    np.testing.assert_array_equal(twice["lm_head.weight"], exact(values((10, 4), 5), change))
+    assert main(["bake", str(stored_twice), str(on_head), "-o", str(tmp_path / "h"), "--no-fsync"]) == 1
     untied = llama(tmp_path / "untied", head=True)
     assert main(["bake", str(untied), str(on_head), "-o", str(tmp_path / "b"), "--no-fsync"]) == 0
 

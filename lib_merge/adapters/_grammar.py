@@ -71,13 +71,15 @@ def _pattern() -> re.Pattern[str]:
     return re.compile(f"(?:{'|'.join(ends)})$".replace("{a}", _NAME))
 
 
-# A search goes from left to right, so what it finds first is the longest end.
 _END = _pattern()
+# Where an end can begin: a search through all of a key would take ten times as long.
+_BEGIN = re.compile(r"\.|_lora\.")
 
 
 def split(key: str) -> tuple[str, str]:
     """The module's path, prefix included, and the part's role; role "" for a key without any known end."""
-    found = _END.search(key)
-    if found is None or not found.lastgroup:
-        return key, ""
-    return key[: found.start()], found.lastgroup
+    for begin in _BEGIN.finditer(key):  # from left to right: the first that fits is the longest end
+        found = _END.match(key, begin.start())
+        if found is not None and found.lastgroup:
+            return key[: begin.start()], found.lastgroup
+    return key, ""
