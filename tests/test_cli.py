@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
@@ -498,3 +499,10 @@ def test_blocks_lists_shapes_and_lists(tmp_path, capsys):
     steps = {step["key"]: step["params"]["alpha"] for step in json.loads(capsys.readouterr().out)["steps"]}
     assert steps["model.diffusion_model.middle_block.0.weight"] == 0
     assert steps["model.diffusion_model.input_blocks.0.0.weight"] == 1
+
+
+def test_commands_of_a_group_do_not_stand_in_for_others():
+    group = cli.commands["lora"]
+    assert isinstance(group, click.Group)
+    assert not set(group.commands.values()) & set(cli.commands.values())
+    assert [option.name for option in cli.commands["merge"].params if option.name == "blocks"] == ["blocks"]

@@ -26,8 +26,10 @@ def cli() -> None:
 
 
 for _module in (writing, folding, lora, reading):
-    for _command in vars(_module).values():
-        if isinstance(_command, click.Command):
+    _commands = [item for item in vars(_module).values() if isinstance(item, click.Command)]
+    _below = [item for group in _commands if isinstance(group, click.Group) for item in group.commands.values()]
+    for _command in _commands:
+        if _command not in _below:
             cli.add_command(_command)
 
 
