@@ -157,7 +157,7 @@ class Worker:
         for low in range(0, step.numel, size):
             self._taken = 0
             piece = replace(tile, low=low, high=min(low + size, step.numel))
-            values = self._value(node.base, piece, number, (), merged=True)
+            values = self._value(node.base, piece, number, (), merged=True).cpu()  # where the LoRAs are multiplied
             if watch is not None and step.merge is None:
                 watch.before(step, low, [values])
             baking.apply(values.view(-1, node.columns), low // node.columns)
@@ -167,13 +167,13 @@ class Worker:
 
     def _baked_whole(self, node: Baked, tile: Tile, number: torch.dtype) -> Tensor:
         """A whole tensor with LoRAs that another node needs; flat."""
-        values = self._value(node.base, tile, number, (), merged=True)
+        values = self._value(node.base, tile, number, (), merged=True).cpu()
         if values.numel():
             Baking(node, self._sources, number).apply(values.view(-1, node.columns), 0)
         if not all_finite(values):
             file = next((self._sources[change.slot].path for change in node.changes), None)
             raise NumberError("a LoRA gives values that are not finite", file=file, tensor=tile.step.key)
-        return values
+        return values.to(self._device)
 
     @staticmethod
     def _seen_baked(step: Step) -> bool:

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lib_merge
 from lib_merge import RecipeError, devices
 from lib_merge.cli import main
 from lib_merge.kernels.registry import all_methods
 from lib_merge.verify import ulp_distance
+from tests.kernels.applying import generic, named, settings
 from tests.support import read_raw, values, write
 
 METHODS = list(all_methods())
@@ -79,6 +81,34 @@ def test_the_report_names_the_device(tmp_path):
     text = report.read_text("utf-8")
     assert "device" in text
     assert "cpu" in text
+
+
+# These read a number from a tensor or cut it, which a tensor without contents cannot do.
+_NEED_CONTENTS = {
+    *("comparative_interpolation", "enhanced_auto_interp", "enhanced_man_interp", "power_up_dare_ties", "slerp"),
+    "tensor_select",
+}
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - _NEED_CONTENTS))
+def test_nothing_of_the_cpu_is_mixed_in_on_a_device(method):
+    """Torch's tensors without contents know their device: an operation on those of two devices is an error."""
+    chosen = all_methods()[method]
+    for params in settings(chosen):
+        flat = not (chosen.rows or chosen.needs_whole(params))
+        tensors = [tensor.reshape(-1) if flat else tensor for tensor in generic(chosen, (12, 40))]
+        measures = []
+        for measure in chosen.needed_measures(params):
+            values = named(chosen, tensors, params, 1, 0, measures)
+            measures = [*measures, measure.combine([measure.tile(*(tensor.clone() for tensor in tensors), **values)])]
+        values = named(chosen, tensors, params, 1, 0, measures)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            there = [torch.empty(tensor.shape, device="cuda") for tensor in tensors]
+            if "draws" in values:
+                values["draws"] = torch.empty(values["draws"].shape, dtype=torch.int32, device="cuda")
+            assert chosen.function(*there, **values).device.type == "cuda"
+            with pytest.raises(RuntimeError):  # what this test relies on
+                there[0].add_(torch.empty(there[0].shape))
 
 
 @cuda
