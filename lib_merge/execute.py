@@ -187,7 +187,8 @@ def _final_metadata(plan: Plan, hashes: Mapping[str, str]) -> list[dict[str, str
     if not plan.keep_recipe:
         return [dict(part.metadata) for part in plan.parts]
     legacy = {slot: legacy_hash(source.files[0]) for slot, source in plan.sources.items()}
-    return header_metadata(plan.recipe, plan.sources, [part.inherited for part in plan.parts], hashes, legacy, True)
+    inherited = [part.inherited for part in plan.parts]
+    return header_metadata(plan.recipe, plan.sources, inherited, hashes, legacy, True, plan.variant)
 
 
 def _check_inputs(plan: Plan, hashes: Mapping[str, str]) -> None:

@@ -34,6 +34,7 @@ def header_metadata(
     hashes: Mapping[str, str],
     legacy: Mapping[str, str],
     keep_recipe: bool,
+    variant: str,
 ) -> list[dict[str, str]]:
     """Metadata of each part of the output.
 
@@ -48,6 +49,7 @@ def header_metadata(
         hashes: slot path -> sha256.
         legacy: slot path -> the hosts' old 8-digit hash.
         keep_recipe: store the recipe (in the first part) and the hosts' notes; else nothing may name an input.
+        variant: of the result's family, such as `inpaint`.
     """
     results = []
     names = [] if keep_recipe else [source.name for source in sources.values()]
@@ -59,7 +61,7 @@ def header_metadata(
         }
         result = {"format": "pt", **kept, **recipe.output.metadata}
         if keep_recipe and number == 0:
-            result |= _provenance(recipe, sources, hashes, legacy)
+            result |= _provenance(recipe, sources, hashes, legacy, variant)
         results.append(result)
     return results
 
@@ -88,11 +90,11 @@ def _tells(text: str, names: Iterable[str]) -> bool:
 
 
 def _provenance(
-    recipe: Recipe, sources: Mapping[str, Source], hashes: Mapping[str, str], legacy: Mapping[str, str]
+    recipe: Recipe, sources: Mapping[str, Source], hashes: Mapping[str, str], legacy: Mapping[str, str], variant: str
 ) -> dict[str, str]:
     known = {slot: hashes[slot] if slot in hashes and slot in legacy else UNKNOWN_SHA256 for slot in sources}
     full = _with_parents(recipes.with_hashes(recipe, known), sources, "")
-    note = _host_recipe(recipe, known)
+    note = _host_recipe(recipe, known, variant)
     return {
         METADATA_KEY: recipes.to_json(full),
         VERSION_KEY: __version__,
@@ -128,7 +130,7 @@ def _made_by(source: Source) -> Recipe | None:
         return None
 
 
-def _host_recipe(recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:
+def _host_recipe(recipe: Recipe, hashes: Mapping[str, str], variant: str) -> dict[str, Any]:
     """What the web UIs show of a merge, in their shape."""
     return {
         "type": "lib_merge",
@@ -142,8 +144,8 @@ def _host_recipe(recipe: Recipe, hashes: Mapping[str, str]) -> dict[str, Any]:
         "config_source": 0,
         "bake_in_vae": recipe.vae.file if recipe.vae else None,
         "discard_weights": "|".join(split(recipe.discard)),
-        "is_inpainting": False,
-        "is_instruct_pix2pix": False,
+        "is_inpainting": variant == "inpaint",
+        "is_instruct_pix2pix": variant == "ix2pix",
     }
 
 

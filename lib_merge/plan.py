@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import recipe as recipes
 from .errors import FileError, PlanError, Problem, RecipeError
+from .families import detect
 from .files.dtypes import nbytes
 from .files.open import OUTPUT_SUFFIX, open_model
 from .files.sidecar import sidecar_of, sidecar_problems
@@ -73,6 +74,11 @@ class Plan:
     def folder(self) -> bool:
         """True when the output is a folder."""
         return self.sources[self.base].kind == "folder"
+
+    @property
+    def variant(self) -> str:
+        """What kind of its family the output is, such as `inpaint`; empty for the plain one."""
+        return detect({step.key: (step.dtype, step.shape) for step in self.steps}).variant
 
     @property
     def output_bytes(self) -> int:
@@ -255,7 +261,13 @@ def _out_parts(plan: Plan, parts: Sequence[Part], resolved: Resolved) -> tuple[O
         if tensors or len(parts) == 1:
             kept.append(OutPart(part.name, part.prefix, tensors, {}, part.index, part.metadata))
     values = header_metadata(
-        plan.recipe, plan.sources, [part.inherited for part in kept], plan.known_hashes, {}, plan.keep_recipe
+        plan.recipe,
+        plan.sources,
+        [part.inherited for part in kept],
+        plan.known_hashes,
+        {},
+        plan.keep_recipe,
+        plan.variant,
     )
     return tuple(replace(part, metadata=value) for part, value in zip(kept, values, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -130,6 +131,18 @@ def test_other_shapes_are_a_mismatch(tmp_path, key, shapes):
     made = lib_merge.merge(a, b, out=tmp_path / "out.safetensors")
     assert read_raw(made.output)[1][key] == read_raw(a)[1][key]
     assert any(f"of another shape in B: {key}" in warning for warning in made.warnings)
+
+
+@pytest.mark.parametrize(("channels", "told"), [(9, "is_inpainting"), (8, "is_instruct_pix2pix"), (4, "")])
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_hosts_are_told_what_the_result_is(tmp_path, channels, told, side):
+    text = {"model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": values((8, 768), 1)}
+    plain = write(tmp_path / "plain.safetensors", {CONV: values(PLAIN, 1), **text})
+    other = write(tmp_path / "other.safetensors", {CONV: values((8, channels, 3, 3), 2), **text})
+    pair = (other, plain) if side == "A" else (plain, other)
+    made = lib_merge.merge(*pair, out=tmp_path / "out.safetensors")
+    note = json.loads(read_raw(made.output)[0]["sd_merge_recipe"])
+    assert [name for name in ("is_inpainting", "is_instruct_pix2pix") if note[name]] == [told] * bool(told)
 
 
 def test_an_excluded_or_missing_first_layer_stays_a(tmp_path):
