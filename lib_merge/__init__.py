@@ -19,7 +19,7 @@ from .execute import Result
 from .fold import Checked, Folded, Reproduced, fold, fold_check, quantizer_check
 from .inspection import inspect
 from .job import Job
-from .lora import LoraResult, compare_loras, extract_lora, merge_loras, resize_lora
+from .lora import Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
 from .merge import bake, convert, merge, run
 from .plan import Plan, make_plan
 from .recipe import Recipe
@@ -31,6 +31,7 @@ __all__ = [
     "CancelledError",
     "Checked",
     "Comparison",
+    "Converted",
     "FileError",
     "Folded",
     "Job",
@@ -52,6 +53,7 @@ __all__ = [
     "compare",
     "compare_loras",
     "convert",
+    "convert_lora",
     "extract_lora",
     "fold",
     "fold_check",

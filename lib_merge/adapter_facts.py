@@ -83,12 +83,12 @@ def _counted(values: Iterable[float | None]) -> dict[str, int]:
 def _alpha(source: Source, piece: Piece) -> float | None:
     """A module's alpha, from its tensor or from the configuration."""
     if key := piece.keys.get("alpha"):
-        return _scalar(source, key)
+        return read_scalar(source, key)
     value = piece.settings.get("alpha")
     return None if value is None else float(value)
 
 
-def _scalar(source: Source, key: str) -> float | None:
+def read_scalar(source: Source, key: str) -> float | None:
     """The first number of a tensor; None where it has none that can be read so."""
     info = source.tensors[key]
     if info.numel != 1 or info.dtype not in (*_NUMPY, "BF16"):

@@ -21,7 +21,7 @@ UNKNOWN_SHA256 = "0" * 64
 UNKNOWN_LEGACY = "0" * 8
 _HOST_RECIPE, _HOST_MODELS = "sd_merge_recipe", "sd_merge_models"
 # Hashes of the old contents: a reader would take them for the result's.
-_STALE = ("sshs_", "modelspec.hash_")
+STALE = ("sshs_", "modelspec.hash_")
 _NAMES_INPUTS = (METADATA_KEY, VERSION_KEY, _HOST_RECIPE, _HOST_MODELS, "modelspec.merged_from")
 # A parent's own recipe is carried along up to this size; families of merges would double with each generation.
 _LARGEST_PARENT_BYTES = 256 << 10
@@ -57,7 +57,7 @@ def header_metadata(
         kept = {
             key: value
             for key, value in values.items()
-            if key not in _NAMES_INPUTS and not key.startswith(_STALE) and not _tells(value, names)
+            if key not in _NAMES_INPUTS and not key.startswith(STALE) and not _tells(value, names)
         }
         result = {"format": "pt", **kept, **recipe.output.metadata}
         if keep_recipe and number == 0:

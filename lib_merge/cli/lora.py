@@ -1,4 +1,4 @@
-"""Commands that make LoRAs: lora merge, extract, resize, compare."""
+"""Commands that make LoRAs: lora merge, extract, resize, compare, convert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import click
 
 from .. import report
 from ..errors import RecipeError
-from ..lora import LoraResult, compare_loras, extract_lora, merge_loras, resize_lora
+from ..families import STYLES
+from ..lora import Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
 from .options import debug_option, json_option, lora_alpha_option, options, writing_options
 from .parse import lora_argument, metadata_object, parameters
 from .show import Bar, print_json
@@ -25,7 +26,7 @@ _dtype = options(
 
 @click.group("lora")
 def _group() -> None:
-    """Merge LoRAs into one, extract one from two checkpoints, resize, compare."""
+    """Merge LoRAs into one, extract one from two checkpoints, resize, compare, convert."""
 
 
 @_group.command("merge")
@@ -115,6 +116,30 @@ def _compare(loras: Sequence[str], lora_alpha: float | None, as_json: bool, debu
         )
 
 
+@_group.command("convert")
+@click.argument("path", metavar="LORA")
+@click.option("-o", "--output", "out", required=True, metavar="OUT", help="File (.safetensors) to write.")
+@click.option("--names", required=True, metavar="|".join(STYLES), help="Whose module names to write.")
+@click.option("--family", metavar="ID", help="Model family, such as flux, where the LoRA's names fit several.")
+@lora_alpha_option
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@click.option("--number", is_flag=True, help="Write NAME_1, NAME_2 … where the output exists.")
+@click.option("--hash", is_flag=True, help="Compute the output's sha256.")
+@click.option("--no-fsync", is_flag=True, help="Do not wait until the output is on the disk.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done and write nothing.")
+@click.option("--strict", is_flag=True, help="A module that has no such name is an error.")
+@json_option
+@debug_option
+def _convert(path: str, as_json: bool, debug: bool, no_fsync: bool, hash: bool, **options: Any) -> None:
+    """Write a LoRA under another trainer's module names.
+
+    Tensors keep their bytes where only names change. Where one module is several there, the rows of `up` are divided;
+    where several are one, their factors are put together, exactly, and the ranks add up.
+    """
+    made = convert_lora(path, fsync=not no_fsync, hash=hash or as_json, **options)
+    print_json(made.to_dict()) if as_json else print(_renamed(made, options["dry_run"]))
+
+
 def _three(given: tuple[str, float, float | None, str]) -> tuple[str, float, float | None]:
     path, strength, text, blocks = given
     if blocks:
@@ -174,6 +199,16 @@ def _described(made: LoraResult, planned: bool) -> str:
         lines.append(
             f"{made.output_bytes / 1e6:,.1f} MB in {made.seconds:.1f} s, peak memory {made.peak_rss_mb:.0f} MB"
         )
+    if made.sha256:
+        lines.append(f"sha256 {made.sha256}")
+    return "\n".join(lines)
+
+
+def _renamed(made: Converted, dry_run: bool) -> str:
+    done = "would write" if dry_run else "wrote"
+    counts = f"{made.renamed} modules renamed, {made.split} split off, {made.joined} joined, {len(made.unused)} unused"
+    lines = [f"{done} {made.output}: {counts}"]
+    lines += [f"warning: {text}" for text in made.warnings]
     if made.sha256:
         lines.append(f"sha256 {made.sha256}")
     return "\n".join(lines)

@@ -19,20 +19,24 @@ from ._components import PREFIXES, component_of, is_first_layer
 from ._family import Detected, Family, Kind, Mark, Rule, Sign, Tensors
 from ._kinds import kind_of
 from ._names import Names
+from ._naming import STYLES
 from ._never import never_merged
-from ._places import Place, Written
+from ._places import Place, Written, counted
+from ._renaming import Renamed, rename
 from ._targets import Target, target_of
 
 __all__ = [
     "FAMILIES",
     "OVERRIDES",
     "PREFIXES",
+    "STYLES",
     "Detected",
     "Family",
     "Kind",
     "Mark",
     "Names",
     "Place",
+    "Renamed",
     "Rule",
     "Sign",
     "Target",
@@ -43,12 +47,14 @@ __all__ = [
     "blocks_of",
     "collect",
     "component_of",
+    "counted",
     "detect",
     "family",
     "is_first_layer",
     "kind_of",
     "layer_names",
     "never_merged",
+    "rename",
     "target_of",
 ]
 

@@ -127,6 +127,11 @@ class Table:
             _enter(self._names, row.name, row)
             _enter(self._natives, row.native, row)
 
+    @property
+    def empty(self) -> bool:
+        """True when there are no rows: nobody gives these modules other names."""
+        return not self._names
+
     def spans(self, path: str) -> list[Span]:
         """What a path stands for by any row; empty: no row knows it.
 

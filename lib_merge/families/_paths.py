@@ -52,9 +52,8 @@ def read_key(key: str, found: Detected) -> tuple[str, str]:
     if part == "llm":
         return "lm", _LM_HEAD.sub("", key, count=1)
     if found.kind == "text encoder":
-        return _encoder(
-            key[len(found.prefix) :], _LONE.get(found.variant) or (component_of(key) if found.prefix else "te1")
-        )
+        slot = _LONE.get(found.variant) or (component_of(key) if found.prefix else "te1")
+        return _encoder(key[len(found.prefix) :], slot)
     if part.startswith("te"):
         return _encoder(key, _numbered(part, found))
     if part == "unet":

@@ -1,4 +1,4 @@
-"""LoRAs made of LoRAs or of two checkpoints: merged into one, extracted, resized and compared.
+"""LoRAs made of LoRAs or of two checkpoints: merged into one, extracted, resized, compared, renamed.
 
 Checkpoints are written elsewhere, and what a format does to a weight is a matter of `adapters`.
 """
@@ -6,15 +6,18 @@ Checkpoints are written elsewhere, and what a format does to a weight is a matte
 from __future__ import annotations
 
 from ._compare import Comparison, compare_loras
+from ._convert import Converted, convert_lora
 from ._work import LoraResult
 from .api import TASKS, carry_out_recipe, differing, extract_lora, merge_loras, resize_lora
 
 __all__ = [
     "TASKS",
     "Comparison",
+    "Converted",
     "LoraResult",
     "carry_out_recipe",
     "compare_loras",
+    "convert_lora",
     "differing",
     "extract_lora",
     "merge_loras",

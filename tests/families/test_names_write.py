@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lib_merge.families import Names, Place, Written, detect
+from lib_merge.families import Names, Place, Written, detect, rename
 from lib_merge.families._paths import read_key, split_param
-from tests.families.test_names import LDM, TOPOLOGIES, names, topology
+from tests.families.test_names import LDM, TOPOLOGIES, names, stems, topology
 
 pytestmark = pytest.mark.portable
 
@@ -123,3 +123,53 @@ def test_second_expert_has_a_name_with_diffusers_only():
     key = "transformer_2/blocks.0.attn1.to_q.weight"
     assert base.write(key, "diffusers") == (Written("transformer_2.blocks.0.attn1.to_q"),)
     assert base.write(key, "kohya") == base.write(key, "peft") == ()
+
+
+# Adapters renamed without a model: the new names mean what the old ones meant.
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("adapter", "base"),
+    [
+        ("lora_kohya_sd15_locon_r16", "sd15_ldm"),
+        ("lora_kohya_sdxl_r16", "sdxl_base_sgm"),
+        ("lora_kohya_flux1_r16", "flux1_dev_bfl"),
+        ("lora_diffusers_flux1_r16", "flux1_dev_bfl"),
+        ("lora_peft_qwen3_4b_r16", "qwen3_4b_hf"),
+    ],
+)
+def test_renamed_modules_find_the_same_rows(adapter, base, style):
+    found = detect(topology(adapter))
+    for stem in stems(adapter):
+        renamed = rename(stem, style, found)
+        if found.id == "llm" and style != "peft":
+            assert renamed == ()
+            continue
+        assert renamed, stem
+        (old,) = names(base).find(stem) or (None,)
+        if old is None:  # the text encoder of Flux is not in the model's key list
+            assert stem.startswith("lora_te")
+            continue
+        whole = topology(base)[old.key][1][0]
+        for item in renamed:
+            (new,) = names(base).find(item.name)
+            rows, count = new.rows or (0, whole)
+            start, old_count = old.rows or (0, whole)
+            assert (new.key, new.post) == (old.key, old.post)
+            assert rows + item.place[0] * count == start + item.part[0] * old_count
+            assert (item.place[1] - item.place[0]) * count == (item.part[1] - item.part[0]) * old_count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_name_can_be_turned_into_every_other(name):
+    """kohya's one word has dots again, and the way there and back gives the same name."""
+    found = detect(topology(name))
+    if name in LLMS:
+        return
+    for key, _ in list(named_tensors(name))[::5]:
+        for item in names(name).write(key, "kohya"):
+            for other in rename(item.name, "diffusers", found):
+                if item.part is None and item.rows is None and other.place == other.part:
+                    assert other.name in {w.name for w in names(name).write(key, "diffusers")}
+                assert item.name in {back.name for back in rename(other.name, "kohya", found)}
