@@ -14,6 +14,7 @@ from .adapters import FORMATS, Adapter, Piece, lacks_alpha
 from .adapters import read as read_adapter
 from .errors import MergeError, Problem, RecipeError
 from .families import Detected, Names, Place, block_names, blocks_of, component_of, detect, is_first_layer, layer_names
+from .files.companion import ADAPTER_CONFIG, adapter_config, adapter_path
 from .files.dtypes import is_float
 from .files.header import load_json
 from .files.source import Source
@@ -34,7 +35,6 @@ LoraLike = (
     | tuple[PathLike, float, float | None, str]
 )
 
-CONFIG = "adapter_config.json"
 STRENGTH = "strength"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -295,7 +295,7 @@ def read_lora(source: Source, lora: Lora) -> Adapter:
         raise RecipeError(
             "the LoRA has PEFT's names but no alpha: how strong it is stands in the adapter_config.json it came with",
             file=source.path,
-            hint=f"put {CONFIG} beside it, or give the number it was trained with: --lora-alpha X",
+            hint=f"put {ADAPTER_CONFIG} beside it, or give the number it was trained with: --lora-alpha X",
         )
     return adapter
 
@@ -323,25 +323,6 @@ def _is_tied(source: Source | None) -> bool:
         return False
     path = source.path / "config.json"
     return load_json(path.read_bytes(), path, "config").get("tie_word_embeddings") is True
-
-
-def adapter_path(path: Path | str) -> Path:
-    """The PEFT folder where its weights file is named, since half of the adapter lies in the file beside it."""
-    path = Path(path)
-    beside = path.is_file() and path.stem == "adapter_model" and (path.parent / CONFIG).is_file()
-    return path.absolute().parent if beside else path
-
-
-def adapter_config(source: Source) -> Mapping[str, object] | None:
-    """What a PEFT folder says of its adapter, or None.
-
-    Raises:
-        FileError: it is no JSON table.
-    """
-    path = source.path / CONFIG
-    if source.kind != "folder" or not path.is_file():
-        return None
-    return load_json(path.read_bytes(), path, "adapter config")
 
 
 def _change(

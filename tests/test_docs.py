@@ -52,7 +52,9 @@ def test_every_command_has_help_and_stands_in_the_readme(name):
 
 
 def test_the_readme_names_only_options_that_exist():
-    known = {option for command in cli.commands.values() for param in command.params
+    groups = [command for command in cli.commands.values() if isinstance(command, click.Group)]
+    commands = [*cli.commands.values(), *(command for group in groups for command in group.commands.values())]
+    known = {option for command in commands for param in command.params
              if isinstance(param, click.Option) for option in param.opts}  # fmt: skip
     lines = [line for line in README.splitlines() if line.startswith(("lib-merge ", "    lib-merge "))]
     used = {word for line in lines for word in re.findall(r"(?<=\s)--?[a-z][a-z-]*", line)}

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..catalog import PathLike
-from ..changes import LoraLike, adapter_path, named_loras
+from ..changes import LoraLike, named_loras
 from ..errors import OutputError
 from ..execute import Running
+from ..files.companion import adapter_path
 from ..files.source import Source
 from ..files.target import numbered
 from ..metadata import text_metadata

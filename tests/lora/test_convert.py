@@ -233,11 +233,11 @@ def test_refusals(tmp_path):
     unknown = write(tmp_path / "unknown.safetensors", diffusers("strange.module", 8, 8))
     with pytest.raises(RecipeError, match="families"):
         convert_lora(unknown, tmp_path / "b.safetensors", names="kohya")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "in.safetensors",
-        "model.safetensors",
-        "unknown.safetensors",
-    ]
+    with pytest.raises(RecipeError, match="flax"):
+        convert_lora(unknown, tmp_path / "b.safetensors", names="kohya", family="flax")
+    with pytest.raises(PlanError, match="replace"):
+        convert_lora(source, source, names="diffusers", overwrite=True)
+    assert {path.stem for path in tmp_path.iterdir()} == {"in", "taken", "model", "unknown"}
 
 
 def test_the_command_line(tmp_path, capsys):
