@@ -34,7 +34,7 @@ def header_metadata(
     hashes: Mapping[str, str],
     legacy: Mapping[str, str],
     keep_recipe: bool,
-    variant: str,
+    variant: str = "",
 ) -> list[dict[str, str]]:
     """Metadata of each part of the output.
 
@@ -49,7 +49,7 @@ def header_metadata(
         hashes: slot path -> sha256.
         legacy: slot path -> the hosts' old 8-digit hash.
         keep_recipe: store the recipe (in the first part) and the hosts' notes; else nothing may name an input.
-        variant: of the result's family, such as `inpaint`.
+        variant: of the result's family, such as `inpaint`; empty for the plain one.
     """
     results = []
     names = [] if keep_recipe else [source.name for source in sources.values()]
