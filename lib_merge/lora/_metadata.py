@@ -101,5 +101,5 @@ def build(
         fields = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "peft_type")
         own["lora_adapter_metadata"] = json.dumps({name: result.config[name] for name in fields})
     legacy = dict.fromkeys(sources, "")
-    (told,) = header_metadata(recipe, sources, [{}], hashes, legacy, keep_recipe)
+    (told,) = header_metadata(recipe, sources, [{}], hashes, legacy, keep_recipe, variant="")
     return {**own, **told}
