@@ -15,7 +15,7 @@ from . import calls
 from .dtypes import DTYPES
 from .header import TensorInfo
 
-SourceKind = Literal["safetensors", "pickle", "folder"]
+SourceKind = Literal["safetensors", "pickle", "folder", "gguf"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Source:
 
     Attributes:
         path: the file or folder.
-        kind: `safetensors`, `pickle` or `folder`.
+        kind: `safetensors`, `pickle`, `folder` or `gguf`.
         files: weights files, which `TensorInfo.file` indexes; of a PEFT folder its configuration too, as the last.
         tensors: full key -> where it lies, in the model's own order.
         metadata: strings of the header (of a folder: of all parts, the first one wins).

@@ -31,7 +31,13 @@ def numbered_before(target: Path, suffix: str, taken: Callable[[Path], bool] = o
 
 
 def target_problems(
-    target: Path, *, folder: bool, overwrite: bool, inputs: Mapping[str, Path], size_bytes: int
+    target: Path,
+    *,
+    folder: bool,
+    overwrite: bool,
+    inputs: Mapping[str, Path],
+    size_bytes: int,
+    suffix: str = OUTPUT_SUFFIX,
 ) -> Iterator[Problem]:
     """Everything that would keep a run from publishing at `target`.
 
@@ -41,6 +47,7 @@ def target_problems(
         overwrite: an existing output may be replaced.
         inputs: slot name -> input path.
         size_bytes: bytes that will be written.
+        suffix: what the name of a file must end in.
     """
 
     def error(what: str, hint: str | None = None) -> Problem:
@@ -49,8 +56,8 @@ def target_problems(
     if target.name in ("", "..") or "\0" in target.name:
         yield error("the output has no name that a file can have", "give a file name after -o")
         return
-    if not folder and target.suffix != OUTPUT_SUFFIX:
-        yield error("the output's name must end in .safetensors", f"write {target.name}.safetensors")
+    if not folder and target.suffix != suffix:
+        yield error(f"the output's name must end in {suffix}", f"write {target.name}{suffix}")
     if folder and target.suffix == OUTPUT_SUFFIX:
         yield error("model A is a folder, so the output is a folder too", f"write {target.stem}")
     if len(os.fsencode(target.name)) > _LONGEST_NAME_BYTES:

@@ -133,7 +133,9 @@ def rows(plan: FoldPlan, gathered: Gathered) -> list[dict[str, Any]]:
     folded = {leaf.key for module in plan.modules for leaf in module.storage.leaves}
     for key, info in tensors.items():
         if key not in folded:
-            made.append(_place(key, found) | _stored("copied", info.dtype, list(info.shape)) | numbers({}))
+            file = plan.shipped.gguf
+            dtype, shape = (file.types[key], file.shapes[key]) if file else (info.dtype, info.shape)
+            made.append(_place(key, found) | _stored("copied", dtype, list(shape)) | numbers({}))
     return made
 
 

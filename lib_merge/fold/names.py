@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from ..errors import MergeError
 
@@ -30,7 +30,13 @@ def resolve(module: str, dense: Container[str], shipped: Container[str]) -> tupl
     Raises:
         MergeError: no pair of names is in both, or more than one is; lists every pair that was tried.
     """
-    tried = [(here, there) for here in forms(module) for there in forms(module)]
+    return choose(module, [(here, there) for here in forms(module) for there in forms(module)], dense, shipped)
+
+
+def choose(
+    module: str, tried: Sequence[tuple[str, str]], dense: Container[str], shipped: Container[str]
+) -> tuple[str, str]:
+    """The one pair of names of which both checkpoints have a weight; see `resolve`."""
     found = [(here, there) for here, there in tried if f"{here}.weight" in dense and f"{there}.weight" in shipped]
     if len(found) == 1:
         return found[0]
@@ -38,16 +44,16 @@ def resolve(module: str, dense: Container[str], shipped: Container[str]) -> tupl
     if found:
         raise MergeError(f"the module {module} may be several pairs of tensors: tried {pairs}", tensor=module)
     raise MergeError(
-        f"the module {module} is not in both checkpoints{_where(module, dense, shipped)}: tried {pairs}",
+        f"the module {module} is not in both checkpoints{_where(tried, dense, shipped)}: tried {pairs}",
         tensor=module,
         hint="name the dense checkpoint that the quantized one was made from, and an adapter of that model",
     )
 
 
-def _where(module: str, dense: Container[str], shipped: Container[str]) -> str:
+def _where(tried: Sequence[tuple[str, str]], dense: Container[str], shipped: Container[str]) -> str:
     lacking = [
         name
-        for name, keys in (("dense", dense), ("quantized", shipped))
-        if not any(f"{form}.weight" in keys for form in forms(module))
+        for number, (name, keys) in enumerate((("dense", dense), ("quantized", shipped)))
+        if not any(f"{pair[number]}.weight" in keys for pair in tried)
     ]
     return f" (the {' and the '.join(lacking)} one lack{'s' if len(lacking) == 1 else ''} it)" if lacking else ""

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import FileError, MergeError, PlanError, Problem
+from ..files.gguf import Gguf, is_gguf, open_gguf
 from ..files.header import load_json
-from ..files.open import open_model
+from ..files.open import OUTPUT_SUFFIX, open_model
 from ..files.patched import Range
 from ..files.source import Source
 from ..quant.coded import coded_tensors
-from . import fp8, mlx
+from . import fp8, gguf, mlx
 from .adapter import AdapterFile, LowRank, open_adapter, regular
 from .names import resolve
 from .storage import Storage
@@ -35,6 +36,7 @@ class Shipped:
         names: of the files, relative to its folder; one empty name for a single file.
         config: parsed config.json, empty where there is none.
         notes: what a user should know.
+        gguf: its header, where it is a GGUF file.
     """
 
     source: Source
@@ -42,11 +44,17 @@ class Shipped:
     names: tuple[str, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    gguf: Gguf | None = None
 
     @property
     def folder(self) -> bool:
         """True for a folder."""
         return self.source.kind == "folder"
+
+    @property
+    def suffix(self) -> str:
+        """What the name of its copy ends in; empty for a folder."""
+        return "" if self.folder else ".gguf" if self.gguf else OUTPUT_SUFFIX
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +72,7 @@ class Module:
         shape: (rows, columns).
         storage: how it is stored.
         change: what the adapter adds; None where only the dense weight counts.
+        head_rows: rows of a head of which row i of the first half is stored as row 2i, of the second as 2i + 1; else 0.
     """
 
     name: str
@@ -71,6 +80,7 @@ class Module:
     shape: tuple[int, int]
     storage: Storage
     change: LowRank | None = None
+    head_rows: int = 0
 
 
 @dataclass
@@ -159,6 +169,9 @@ def open_shipped(path: Path) -> Shipped:
     Raises:
         MergeError: it cannot be read, or its folder holds something other than plain files.
     """
+    if path.is_file() and is_gguf(path):
+        file = open_gguf(path)
+        return Shipped(file.source, (path,), ("",), gguf=file)
     source = open_model(path)
     if source.kind != "folder":
         return Shipped(source, (regular(path),), ("",))
@@ -203,7 +216,8 @@ def find_module(name: str, dense: Source, shipped: Shipped, change: LowRank | No
     Raises:
         MergeError: it is missing, ambiguous, not quantized, or does not fit; says why.
     """
-    here, there = resolve(name, dense.tensors, shipped.source.tensors)
+    find = resolve if shipped.gguf is None else gguf.resolve
+    here, there = find(name, dense.tensors, shipped.source.tensors)
     key = f"{here}.weight"
     info = dense.tensors[key]
     if len(info.shape) != 2:
@@ -222,10 +236,13 @@ def find_module(name: str, dense: Source, shipped: Shipped, change: LowRank | No
     storage = _storage(there, info.shape, shipped)
     if change is not None:
         _check_fit(change, info.shape)
-    return Module(there, key, (info.shape[0], info.shape[1]), storage, change)
+    heads = gguf.head_rows(there, shipped.gguf.fields, info.shape[0]) if shipped.gguf else 0
+    return Module(there, key, (info.shape[0], info.shape[1]), storage, change, heads)
 
 
 def _storage(module: str, shape: Sequence[int], shipped: Shipped) -> Storage:
+    if shipped.gguf is not None:
+        return gguf.storage(module, shipped.gguf, shape)
     tensors = shipped.source.tensors
     if mlx.is_mlx(module, tensors):
         return mlx.affine(module, tensors, shape, shipped.config)

@@ -14,18 +14,18 @@ from ..crew import Crew
 from ..errors import FileError, OutputError, PlanError, Problem
 from ..events import Progress
 from ..execute import Running
-from ..files.open import open_model
+from ..files.open import OUTPUT_SUFFIX
 from ..files.patched import PatchedCopy, Range
 from ..files.publish import is_empty_folder
 from ..files.source import Source
-from ..files.target import numbered, target_problems
+from ..files.target import numbered_before, target_problems
 from ..files.temporary import sweep
 from ..memory import peak_rss_mb
 from ..plan import default_threads
 from ..report import Rows as ReportRows
 from ..tiles import TILE as MERGE_TILE
 from .measure import Gathered, lost_effect, rows, sums
-from .plan import FoldPlan, Module, make_fold_plan
+from .plan import FoldPlan, Module, make_fold_plan, open_shipped
 from .rounding import AUTO, CHOICES, Choice, choose
 from .work import TILE, Factors, Rows, Worker, joined, read_leaves, row_tiles
 
@@ -119,8 +119,9 @@ def fold(
     how, start = Running(**running), time.perf_counter()
     if rounding not in CHOICES:
         raise PlanError([Problem("error", f"there is no rounding {rounding!r}", hint=f"choose {', '.join(CHOICES)}")])
-    target = numbered(Path(out)) if how.number and not is_empty_folder(Path(out)) else Path(out)
     plan = make_fold_plan(Path(dense), Path(adapter), Path(quantize), lora_alpha)
+    suffix = plan.shipped.suffix
+    target = numbered_before(Path(out), suffix) if how.number and not is_empty_folder(Path(out)) else Path(out)
     with closing(plan):
         problems = tuple(_target_problems(plan, target, how))
         promised = _promised(plan, target, problems, how)
@@ -137,7 +138,7 @@ def fold(
         rounding=choice,
         warnings=warnings,
         rows=rows(plan, gathered) if how.report else None,
-        sha256=how.cache.compute_source(open_model(target)) if how.hash else None,
+        sha256=how.cache.compute_source(open_shipped(target).source) if how.hash else None,
         seconds=time.perf_counter() - start,
         peak_rss_mb=peak_rss_mb(),
     )
@@ -152,7 +153,12 @@ def _target_problems(plan: FoldPlan, target: Path, how: Running) -> Iterator[Pro
     inputs = {"DENSE": plan.dense.path, "ADAPTER": plan.adapter.source.path, "SHIPPED": plan.shipped.source.path}
     overwrite = how.overwrite or is_empty_folder(target)
     yield from target_problems(
-        target, folder=plan.shipped.folder, overwrite=overwrite, inputs=inputs, size_bytes=plan.shipped.nbytes
+        target,
+        folder=plan.shipped.folder,
+        overwrite=overwrite,
+        inputs=inputs,
+        size_bytes=plan.shipped.nbytes,
+        suffix=plan.shipped.suffix or OUTPUT_SUFFIX,
     )
 
 
@@ -244,6 +250,6 @@ def _fold_rows(hand: Worker, job: Rows, copy: PatchedCopy, plan: FoldPlan, gathe
 
 def _check_headers(copy: PatchedCopy, shipped: Source) -> None:
     """The copy must read back with the same tensors at the same places."""
-    written = open_model(copy.temporary)
+    written = open_shipped(copy.temporary).source
     if written.tensors != shipped.tensors:
         raise OutputError("what was written does not read back as planned", file=copy.target)

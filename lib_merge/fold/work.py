@@ -168,7 +168,7 @@ class Worker:
         """
         module, source = rows.module, self._dense
         stored, dtype = DTYPES[source.tensors[module.dense].dtype], module.storage.dtype
-        values = read_rows(source, module.dense, rows.low, rows.high)
+        values = self._stored(rows)
         raw = values.view(torch.uint8).view(-1).numpy()
         if not bits_finite(raw, stored.bits, stored.unbounded):
             raise NumberError(
@@ -193,6 +193,14 @@ class Worker:
             key = rows.module.storage.leaves[0].key
             raise NumberError(error.what, file=self._shipped.source.path, tensor=key, hint=error.hint) from error
 
+    def _stored(self, rows: Rows) -> Tensor:
+        """Dense weights in their own dtype, in the order in which the quantized checkpoint has them."""
+        key, head = rows.module.dense, rows.module.head_rows
+        if not head:
+            return read_rows(self._dense, key, rows.low, rows.high)
+        low, high = rows.low // head * head, -(-rows.high // head) * head
+        return read_rows(self._dense, key, low, high)[dense_rows(rows) - low]
+
     def _change(self, rows: Rows, fast: bool) -> Tensor | None:
         """The float64 sum over the rank, in order, times the scale once."""
         change = rows.module.change
@@ -201,7 +209,8 @@ class Worker:
         up, down = self._factors.of(change)
         out = self._scratch("change", torch.float64, (rows.high - rows.low, rows.module.shape[1]))
         fast = fast and self._factors.exact_products(change)
-        return product(up[rows.low : rows.high], down, out, fast=fast).mul_(change.scale)
+        mine = up[dense_rows(rows)] if rows.module.head_rows else up[rows.low : rows.high]
+        return product(mine, down, out, fast=fast).mul_(change.scale)
 
     def _merged(self, rows: Rows, dense: Tensor, change: Tensor | None) -> Tensor:
         """What is to be coded: f32(f64(dense) + change), rounded to the dense dtypes where that was asked for."""
@@ -223,6 +232,14 @@ class Worker:
         if room is None or room.numel() < count:
             room = self._room[name, dtype] = torch.empty(count, dtype=dtype)
         return room[:count].view(*shape)
+
+
+def dense_rows(rows: Rows) -> Tensor:
+    """Number in the dense weight of each of these rows, where the halves of heads are interleaved."""
+    head = rows.module.head_rows
+    number = torch.arange(rows.low, rows.high)
+    inside = number % head
+    return number - inside + inside % 2 * (head // 2) + inside // 2
 
 
 def joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
