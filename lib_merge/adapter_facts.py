@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,15 @@ _AUTOV2_DIGITS = 10
 _NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1"}
 
 
-def adapter_facts(source: Source, found: families.Detected, sha256: str | None) -> dict[str, Any]:
+def adapter_facts(
+    source: Source, found: families.Detected, blocks: Sequence[str], sha256: str | None
+) -> dict[str, Any]:
     """Describe an adapter; reads its header and its alphas, a few bytes each.
 
     Args:
         source: the opened file or PEFT folder.
         found: what it is.
+        blocks: its blocks, in order.
         sha256: of the file, if it is known.
 
     Returns:
@@ -54,14 +57,13 @@ def adapter_facts(source: Source, found: families.Detected, sha256: str | None) 
         adapter = read(tensors, source.metadata, adapter_config(source))
     except MergeError as error:
         return {**facts, "notes": [f"{error.what} ({error.hint})" if error.hint else error.what]}
-    return {**facts, **_contents(source, adapter, found, tensors)}
+    return {**facts, **_contents(source, adapter, found, blocks)}
 
 
-def _contents(source: Source, adapter: Adapter, found: families.Detected, tensors: families.Tensors) -> dict[str, Any]:
+def _contents(source: Source, adapter: Adapter, found: families.Detected, order: Sequence[str]) -> dict[str, Any]:
     ranked = [piece for piece in adapter.pieces if piece.rank is not None]
     blocks = {piece.stem: families.block_of(next(iter(piece.keys.values())), found) for piece in adapter.pieces}
     count = Counter(blocks.values())
-    order = families.block_names(tensors, found)
     notes = list(adapter.notes)
     if adapter.leftover:
         notes.append(f"{len(adapter.leftover)} tensors belong to no known format: {', '.join(adapter.leftover[:3])}")

@@ -56,8 +56,8 @@ def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, 
     recipe, notes = _recipe(source)
     if scales := scales_of(tensors):
         notes.append(f"{len(scales)} weights in scaled fp8: merges decode them by their scales")
-    sha256 = cache.get_source(source)
-    facts = adapter_facts(source, found, sha256) if found.kind == "adapter" else {}
+    sha256, blocks = cache.get_source(source), families.block_names(tensors, found)
+    facts = adapter_facts(source, found, blocks, sha256) if found.kind == "adapter" else {}
     return {
         "file": str(path),
         "kind": found.kind,
@@ -72,7 +72,7 @@ def _described(source: Source, path: Path | str, cache: HashCache) -> dict[str, 
         "parameters": sum(info.numel for info in source.tensors.values()),
         "bytes": sum(info.nbytes for info in source.tensors.values()),
         "components": dict(Counter(families.component_of(key, found) for key in tensors).most_common()),
-        "blocks": families.block_names(tensors, found),
+        "blocks": blocks,
         "layers": families.layer_names(tensors, found),
         "metadata": {key: value for key, value in source.metadata.items() if key != METADATA_KEY},
         "recipe": recipe,
