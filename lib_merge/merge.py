@@ -96,7 +96,7 @@ def merge(
         params=given,
         seed=seed,
         models={slot: Slot(file=_name(path)) for slot, path in paths.items()},
-        blocks=_named_blocks(blocks, method),
+        blocks=named_blocks(blocks, method),
         rules=tuple(Rule(match=match, params=dict(values)) for match, values in rules),
         exclude=_patterns(exclude),
         include_mode=include_mode,
@@ -170,7 +170,7 @@ def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _named_blocks(given: str | Mapping[str, Mapping[str, float]], method_id: str) -> dict[str, dict[str, Value]]:
+def named_blocks(given: str | Mapping[str, Mapping[str, float]], method_id: str) -> dict[str, dict[str, Value]]:
     """Block weights with the name of the method's strength where only a number was given."""
     values = parse_blocks(given) if isinstance(given, str) else given
     if not values:

@@ -1,0 +1,52 @@
+// Small helpers for the Merge tab, which works without them: keys, focus after a run, progress where there is no queue.
+// Elements are found by id: hosts translate texts.
+(function () {
+    "use strict";
+    if (window.libMergeTab) return;
+    window.libMergeTab = true;
+
+    const POLL_MS = 500;
+    let wasBusy = false;
+
+    function element(id) {
+        const root = typeof gradioApp === "function" ? gradioApp() : document;
+        return root.querySelector("#" + id);
+    }
+
+    // A button's id stands on the button itself or, in some versions, on what is around it.
+    function button(id) {
+        const found = element(id);
+        return found && found.tagName !== "BUTTON" ? found.querySelector("button") : found;
+    }
+
+    function tick() {
+        const stop = button("merge_interrupt");
+        const status = element("merge_status");
+        if (!stop || !status) return;
+        const busy = Boolean(status.querySelector(".lm-busy"));
+        // Hosts press a tab's Stop on Esc when it is displayed as a block.
+        stop.style.display = busy ? "block" : "";
+        const show = button("merge_show_progress");
+        if (busy && show && show.offsetParent) show.click();
+        // A disabled button loses the focus: who has not moved on meanwhile finds it on what came of the run.
+        const card = status.querySelector(".lm-card");
+        if (wasBusy && !busy && card && document.activeElement === document.body) {
+            card.setAttribute("tabindex", "-1");
+            card.focus({preventScroll: true});
+        }
+        wasBusy = busy;
+    }
+
+    // Hosts bind these keys for every tab; standalone nobody else does.
+    function press(event) {
+        if (element("tab_merge_tab")) return;
+        const enter = event.key === "Enter" && (event.ctrlKey || event.metaKey);
+        const wanted = enter ? button("merge_generate") : event.key === "Escape" ? button("merge_interrupt") : null;
+        if (!wanted || wanted.disabled) return;
+        wanted.click();
+        event.preventDefault();
+    }
+
+    document.addEventListener("keydown", press);
+    window.setInterval(tick, POLL_MS);
+})();

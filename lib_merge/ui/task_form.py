@@ -1,0 +1,161 @@
+"""The widgets of one task's form: models with what their headers say, method with its own captions, closed boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import gradio as gr
+
+from ..errors import MergeError
+from ..host import Host
+from . import cards, gr_compat, widgets
+from .facts import Facts, facts
+from .form import Field, Task
+from .widgets import Widget, element
+
+_MORE = "More options"
+Updates = dict[Any, Any]
+
+
+class TaskForm:
+    """The widgets of one task; built inside an open gradio context."""
+
+    def __init__(self, task: Task, host: Host) -> None:
+        self.task, self._host = task, host
+        self.widgets: dict[str, Widget] = {}
+        self.notes: dict[str, Any] = {}
+        self.boxes: dict[str, Any] = {}
+        first = [field for field in task.fields if field.kind == "model" and len(field.name) == 1]
+        values = task.first_values()
+        self._models(first, values)
+        if task.methods:
+            self._method(values)
+        rest = [field for field in task.fields if field not in first]
+        for section in dict.fromkeys([field.section or _MORE for field in rest]):
+            self._section(section, [field for field in rest if (field.section or _MORE) == section])
+
+    def _models(self, fields: Sequence[Field], values: dict[str, Any]) -> None:
+        needed = self.task.slots(values)
+        loaded = self._host.loaded()
+        for field in fields:
+            models = self._host.models(field.models)
+            start = (models.name_of(loaded) if loaded else None) or next(iter(models.names), None)
+            with gr.Column(visible=field.name in needed, elem_id=element(self.task, f"box_{field.name}")) as box:
+                self._add(widgets.model_list(self.task, field, self._host, start if field.name == "A" else None))
+                self._note(field.name)
+            self.boxes[field.name] = box
+
+    def _method(self, values: dict[str, Any]) -> None:
+        method = self.task.method(values)
+        texts = {other.id: other.label for other in self.task.methods}
+        self._add(widgets.choice("method", "Method", texts, values["method"], element(self.task, "method")))
+        self.method_text = gr_compat.html(
+            cards.method_text(method) if method else "", close=True, elem_id=element(self.task, "method_text")
+        )
+        for param in self.task.params.values():
+            self._add(widgets.parameter(self.task, param, method))
+
+    def _section(self, title: str, fields: Sequence[Field]) -> None:
+        name = title.lower().replace(" ", "_")
+        with gr.Accordion(title, open=False, elem_id=element(self.task, f"section_{name}")):
+            for field in fields:
+                self._add(widgets.entry(self.task, field, self._host))
+                self._note(field.name)
+
+    def _add(self, widget: Widget) -> None:
+        self.widgets[widget.name] = widget
+
+    def _note(self, name: str) -> None:
+        self.notes[name] = gr_compat.html(
+            cards.help_note(self._help(name)), close=True, elem_id=element(self.task, f"note_{name}")
+        )
+
+    def _help(self, name: str) -> str:
+        """What stands below a field; entries other than models show it above themselves."""
+        field = self.task.field(name)
+        return field.help if field.kind == "model" else ""
+
+    def choose_method(self, values: Mapping[str, Any]) -> Updates:
+        """Captions, ranges and defaults of the method that was chosen; models that it does not need disappear."""
+        method = self.task.method(values)
+        if method is None:
+            return {}
+        return {
+            **self._method_look(values),
+            **{
+                self.widgets[param.name].component: gr.update(**widgets.parameter_look(param), visible=True)
+                for param in method.params
+            },
+        }
+
+    def _method_look(self, values: Mapping[str, Any]) -> Updates:
+        method = self.task.method(values)
+        if method is None:
+            return {}
+        names = {param.name for param in method.params}
+        updates: Updates = {self.method_text: cards.method_text(method)}
+        updates |= {box: gr.update(visible=slot in method.inputs) for slot, box in self.boxes.items()}
+        updates |= {
+            self.widgets[name].component: gr.update(visible=False) for name in self.task.params if name not in names
+        }
+        return updates
+
+    def show(self, values: Mapping[str, Any]) -> Updates:
+        """Every widget with the values given."""
+        method = self.task.method(values)
+        updates: Updates = {
+            widget.component: gr.update(value=widget.show(values[name]))
+            for name, widget in self.widgets.items()
+            if name in values
+        }
+        if method:
+            for param in method.params:
+                look = widgets.parameter_look(param, values[param.name])
+                updates[self.widgets[param.name].component] = gr.update(**look, visible=True)
+        return updates | self._method_look(values)
+
+    def models(self) -> list[Widget]:
+        """The widgets that list models."""
+        return [self.widgets[field.name] for field in self.task.fields if field.kind == "model"]
+
+    def looks(self) -> list[Any]:
+        """Everything that `choose_method` may update."""
+        params = [self.widgets[name].component for name in self.task.params]
+        return [self.method_text, *self.boxes.values(), *params] if self.task.methods else []
+
+    def plain_notes(self) -> Updates:
+        """Every note as it is at first."""
+        return {note: cards.help_note(self._help(name)) for name, note in self.notes.items()}
+
+    def facts(self, values: Mapping[str, Any]) -> dict[str, Facts]:
+        """Field -> what the header says, of every model that is chosen, needed and readable."""
+        found = {}
+        needed = self.task.slots(values)
+        for field in self.task.fields:
+            if field.kind == "model" and values.get(field.name) and (field.name in needed or len(field.name) > 1):
+                with suppress(MergeError, OSError):  # the plan says what is wrong with it
+                    found[field.name] = facts(self._host.models(field.models).resolve(values[field.name]))
+        return found
+
+    def gone(self, values: Mapping[str, Any]) -> list[str]:
+        """Fields whose model is not in the list any more."""
+        return [
+            field.name
+            for field in self.task.fields
+            if field.kind == "model"
+            and values.get(field.name)
+            and values[field.name] not in self._host.models(field.models).names
+        ]
+
+    def refreshed(self, values: Mapping[str, Any]) -> Updates:
+        """The lists of models as they are now; a value that is gone is taken out."""
+        gone = self.gone(values)
+        return {
+            self.widgets[field.name].component: gr.update(
+                choices=self._host.models(field.models).names, **({"value": None} if field.name in gone else {})
+            )
+            for field in self.task.fields
+            if field.kind == "model"
+        }

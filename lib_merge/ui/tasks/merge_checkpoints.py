@@ -1,0 +1,42 @@
+"""Merge two or three checkpoints by any method of the registry."""
+
+from __future__ import annotations
+
+from ...kernels.registry import all_methods
+from ..form import Field, Task
+from .fields import (
+    ALLOW_MIXED_PREDICTION,
+    BLOCKS,
+    DISCARD,
+    EXCLUDE,
+    GLOB,
+    INCLUDE_MODE,
+    MISMATCH,
+    OVERRIDE_DTYPE,
+    SAVE_DTYPE,
+    SEED,
+    VAE,
+)
+
+MERGE_CHECKPOINTS = Task(
+    id="merge",
+    label="Merge checkpoints",
+    fields=(
+        Field("A", "Model A (base)", "model", "the result has its tensors, its metadata and its precision"),
+        Field("B", "Model B", "model", "what is mixed into A"),
+        Field("C", "Model C", "model", "the model that B and A, or B alone, are compared with"),
+        BLOCKS,
+        EXCLUDE,
+        INCLUDE_MODE,
+        DISCARD,
+        GLOB,
+        MISMATCH,
+        ALLOW_MIXED_PREDICTION,
+        VAE,
+        SAVE_DTYPE,
+        OVERRIDE_DTYPE,
+        SEED,
+    ),
+    methods=tuple(method for method in all_methods().values() if set(method.inputs) <= set("ABC")),
+    first_method="weighted_sum",
+)

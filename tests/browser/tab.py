@@ -1,0 +1,133 @@
+"""The tab as a person meets it: choosing, pressing and reading in a real page, the same on every gradio."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+# Machines that run tests may be slow and busy; nothing here waits longer than it must.
+PATIENCE_MS = 120_000
+
+_COUNT = "window.presses = 0; addEventListener('pointerdown', e => { window.presses += e.isTrusted ? 1 : 0 }, true);"
+
+
+class Tab:
+    """One open page.
+
+    Args:
+        page: Playwright's.
+        url: of the server.
+    """
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page, self.url = page, url
+        self.complaints: list[str] = []
+        page.set_default_timeout(PATIENCE_MS)
+        page.route(lambda address: not address.startswith(url), lambda route: route.abort())
+        page.add_init_script(_COUNT)
+        page.on("console", self._note)
+        page.on("pageerror", lambda error: self.complaints.append(f"page error: {error}"))
+
+    def _note(self, message: Any) -> None:
+        ours = message.location.get("url", "").startswith(self.url)
+        if message.type == "error" and ours:
+            self.complaints.append(message.text)
+
+    def open(self, query: str = "") -> None:
+        """Load the page and wait until it has its first answers."""
+        self.page.goto(f"{self.url}{query}")
+        self.ready()
+
+    def reload(self) -> None:
+        """Load it anew; what the old page says while it goes is not counted."""
+        before = list(self.complaints)
+        self.page.reload()
+        self.ready()
+        self.complaints = before
+
+    def ready(self) -> None:
+        self.page.wait_for_selector("#merge_generate")
+        self.page.wait_for_function("!document.querySelector('#merge_plan').innerText.includes('Reading')")
+
+    @property
+    def presses(self) -> int:
+        """Pointer presses since the page was loaded."""
+        return int(self.page.evaluate("window.presses"))
+
+    def choose(self, name: str, text: str) -> None:
+        """Open a list by a press and press an entry: two presses."""
+        self.page.click(f"#merge_merge_{name} input")
+        self.entry(text).click()
+
+    def type_choice(self, name: str, text: str) -> None:
+        """Choose by the keyboard, the focus being wherever Tab leads."""
+        self.tab_to(f"#merge_merge_{name} input")
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.type(text)
+        self.entry(text).wait_for()
+        self.page.keyboard.press("Enter")
+
+    def tab_to(self, selector: str) -> None:
+        """Press Tab until the focus is there."""
+        for _ in range(60):
+            if self.page.evaluate("s => Boolean(document.activeElement.closest(s))", selector):
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"Tab does not lead to {selector}")
+
+    def entry(self, text: str) -> Any:
+        """An entry of the list that is open."""
+        whole = re.compile(rf"^\W*{re.escape(text)}\s*$")
+        return self.page.locator("li.item:visible, [role=option]:visible").filter(has_text=whole).first
+
+    def merge(self) -> None:
+        self.page.click("#merge_generate")
+
+    def made(self, name: str) -> str:
+        """Wait until a run of that name is over; returns what the status says of it."""
+        self.page.wait_for_function(
+            "name => { const said = document.querySelector('#merge_status').innerText;"
+            " return said.includes(name) && (said.includes('Merged') || said.includes('Not done')) }",
+            arg=name,
+        )
+        return self.status()
+
+    def status(self) -> str:
+        return str(self.page.locator("#merge_status .lm-card").first.inner_text())
+
+    def plan(self) -> str:
+        return str(self.page.locator("#merge_plan .lm-card").first.inner_text())
+
+    def note(self, name: str) -> str:
+        return str(self.page.locator(f"#merge_merge_note_{name}").first.inner_text())
+
+    def value(self, name: str) -> str:
+        return str(self.page.locator(f"#merge_merge_{name} input").first.input_value())
+
+    def wait_status(self, *words: str) -> str:
+        """Wait until the status says one of these words; returns all that it says."""
+        return self._wait("#merge_status", words)
+
+    def wait_plan(self, *words: str) -> str:
+        """Wait until the plan says one of these words."""
+        return self._wait("#merge_plan", words)
+
+    def _wait(self, where: str, words: tuple[str, ...]) -> str:
+        try:
+            self.page.wait_for_function(
+                "([where, words]) => words.some(word => document.querySelector(where).innerText.includes(word))",
+                arg=[where, list(words)],
+            )
+        except Exception as error:
+            raise AssertionError(f"{words} not in {self.page.inner_text('#merge_root')}") from error
+        return str(self.page.locator(where).first.inner_text())
+
+
+def until(true: Callable[[], bool], page: Any, timeout_ms: int = PATIENCE_MS) -> None:
+    """Wait until something is true, letting the page work meanwhile."""
+    waited = 0
+    while not true():
+        assert waited < timeout_ms, "waited too long"
+        page.wait_for_timeout(50)
+        waited += 50

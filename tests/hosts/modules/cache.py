@@ -1,0 +1,5 @@
+_caches = {}
+
+
+def cache(subsection):
+    return _caches.setdefault(subsection, {})

@@ -1,0 +1,5 @@
+from modules import family
+
+
+def torch_gc():
+    family.events.append("torch_gc")

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import re
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lib_merge import Job, MergeError, PlanError, Problem, Progress
+from lib_merge.host import standalone
+from lib_merge.kernels.registry import all_methods
+from lib_merge.ui import cards
+from lib_merge.ui.facts import facts, size_text
+from lib_merge.ui.form import request
+from lib_merge.ui.tasks.registry import BY_ID
+from tests.support import raw, values, write, write_raw
+
+EVIL = "<script>alert(1)</script>&\"'`${x}{{y}}"
+
+
+class Text(HTMLParser):
+    """Text of a piece of HTML; fails on tags that are not closed."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.words, self.tags, self.seen = [], [], set()
+        self.feed(html)
+        assert self.tags == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        if tag != "br":
+            self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.tags.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def text(html):
+    parsed = Text(html)
+    assert "script" not in parsed.seen
+    return " ".join(" ".join(parsed.words).split())
+
+
+def test_nothing_of_a_file_becomes_html():
+    problem = Problem("warning", EVIL, f"/x/{EVIL}", EVIL, EVIL)
+    for html in (
+        cards.problem_list([problem]),
+        cards.error_card(MergeError(EVIL, file=EVIL, tensor=EVIL, hint=EVIL)),
+        cards.error_card(PlanError([problem])),
+        cards.error_card(ValueError(EVIL)),
+        cards.model_note(None, MergeError(EVIL, hint=EVIL)),
+        cards.help_note(EVIL),
+        cards.job_card(Job(EVIL, lambda follow, cancel: None)),
+    ):
+        assert "alert(1)" in text(html)
+
+
+def test_problems_come_worst_first_and_say_what_to_do():
+    levels = ("note", "warning", "error")
+    said = text(cards.problem_list(Problem(level, f"the {level}", hint=f"do {level}") for level in levels))
+    assert said == "Error: the error do error Warning: the warning do warning Note: the note do note"
+    many = text(cards.problem_list(Problem("note", f"n{number}") for number in range(50)))
+    assert "n11" in many
+    assert "n12" not in many
+    assert "38 more" in many
+
+
+def job(*progress):
+    """A job that has told so much and waits."""
+    told, go = threading.Event(), threading.Event()
+
+    def work(follow, cancel):
+        for item in progress:
+            follow(item)
+        told.set()
+        go.wait(10)
+
+    made = Job("A + B", work).start()
+    told.wait(10)
+    return made, go
+
+
+def test_progress_has_a_bar_that_can_be_read_aloud():
+    running, go = job(Progress("merging", 250_000_000, 1_000_000_000, "model.w"))
+    running.started -= 10
+    html = cards.job_card(running)
+    go.set()
+    assert re.search(r"role='progressbar'[^>]*aria-valuenow='25'", html)
+    assert "role='status'" in html
+    said = text(html)
+    assert said.startswith("Merging 25% A + B 250.0 MB of 1.00 GB · 10 s gone · about 30 s left · 25 MB/s model.w")
+
+
+def test_a_run_that_has_told_nothing_yet():
+    running, go = job()
+    assert text(cards.job_card(running)).startswith("Starting 0%")
+    go.set()
+
+
+def test_how_a_run_ended():
+    def fail(error):
+        def work(follow, cancel):
+            raise error
+
+        ended = Job("A + B", work).start()
+        ended.wait(10)
+        return text(cards.job_card(ended))
+
+    from lib_merge import CancelledError
+
+    assert fail(MergeError("broken", file="/x/a.safetensors", hint="mend it")).startswith(
+        "Not done A + B Error: broken a.safetensors mend it"
+    )
+    assert fail(CancelledError("stopped")).startswith("Stopped A + B: stopped after 0.0 s; nothing was written.")
+    assert "KeyError: 'odd'" in fail(KeyError("odd"))
+
+
+@pytest.fixture
+def asked(tmp_path):
+    write(tmp_path / "a.safetensors", {"w": values((9, 9), 0), "only": values((3,), 1)})
+    write(tmp_path / "b.safetensors", {"w": values((9, 9), 2), "spare": values((3,), 1)})
+    host = standalone([tmp_path])
+    task = BY_ID["merge"]
+    return request(task, {**task.first_values(), "A": "a.safetensors", "B": "b.safetensors", "name": "new"}, host), host
+
+
+def test_the_plan_and_the_result(asked, tmp_path):
+    request_, host = asked
+    plan = request_.run(host, dry_run=True)
+    known = [(slot, facts(path)) for slot, path in request_.files.items()]
+    said = text(cards.plan_card(plan.plan, known, plan.output))
+    assert said.startswith("Plan Model File Is A a.safetensors family not known, fp32, ")
+    assert "Tensors: 1 merged, 1 copied, 1 unused" in said
+    assert f"Writes new.safetensors (new) in {tmp_path}" in said
+    assert "Warning:" in said
+    assert not (tmp_path / "new.safetensors").exists()
+    done = Job("A + B", lambda follow, cancel: request_.run(host, on_progress=follow, cancel=cancel)).start()
+    done.wait(60)
+    said = text(cards.job_card(done))
+    assert said.startswith(f"Merged new.safetensors in {tmp_path} Tensors: 1 merged, 1 copied, 1 unused")
+    assert "Warning:" in said
+    replaced = text(cards.plan_card(plan.plan, known, tmp_path / "new.safetensors"))
+    assert "replaces the file that is there" in replaced
+    plan.plan.close()
+
+
+def test_facts_follow_the_file(tmp_path):
+    path = tmp_path / "m.safetensors"
+    write_raw(path, {"w": raw("BF16", [[1.0, 2.0]])})
+    assert facts(path).text == "family not known, bf16, 4 bytes"
+    write(path, {"w": values((300, 300), 0, "<f2")})
+    assert facts(path).text == "family not known, fp16, 0.2 MB"
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(12, "12 bytes"), (8_619_126, "8.6 MB"), (2_132_474_150, "2.13 GB"), (99_000, "99,000 bytes")]
+)
+def test_sizes(count, said):
+    assert size_text(count) == said
+
+
+@pytest.mark.parametrize("method", all_methods().values(), ids=lambda method: method.id)
+def test_a_method_shows_its_formula(method):
+    said = text(cards.method_text(method))
+    assert " ".join(method.formula.split()) in said
+    assert method.summary in said
+
+
+def test_the_style_knows_the_cards_and_reaches_no_other_tab():
+    style = (Path(__file__).resolve().parents[2] / "style.css").read_text()
+    for name in ("lm-card", "lm-bar", "lm-note", "lm-error", "lm-table", "lm-problems", "lm-good", "lm-bad", "lm-busy"):
+        assert f".{name}" in style
+    rules = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
+    selectors = [part.strip() for rule in re.findall(r"([^{}]+)\{", rules) for part in rule.split(",")]
+    assert all("#merge_root" in part or part.startswith("@media") for part in selectors if part)

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import lib_merge
+from lib_merge import recipe as recipes
+from lib_merge.cli import main
+from lib_merge.errors import RecipeError
+from lib_merge.host import standalone
+from lib_merge.kernels.registry import all_methods
+from lib_merge.ui import form
+from lib_merge.ui.form import FormError, request, values_of
+from lib_merge.ui.tasks.registry import BY_ID, TASKS
+from tests.support import values, write
+
+MERGE = BY_ID["merge"]
+
+
+@pytest.fixture
+def host(tmp_path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for number, name in enumerate("abc"):
+        write(folder / f"{name}.safetensors", {"w": values((9, 9), number), "v": values((9,), 5 + number)})
+    return standalone([folder])
+
+
+def filled(**changed):
+    """The form as it is at first, with A and B chosen."""
+    return {**MERGE.first_values(), "A": "a.safetensors", "B": "b.safetensors", **changed}
+
+
+def test_the_first_values_ask_for_a_plain_merge(host):
+    asked = request(MERGE, filled(), host)
+    plain = lib_merge.Recipe(
+        method="weighted_sum",
+        params={"alpha": 0.5},
+        models={slot: recipes.Slot(file=f"{slot.lower()}.safetensors") for slot in "AB"},
+    )
+    assert asked.recipe == plain
+    assert {slot: path.name for slot, path in asked.files.items()} == {"A": "a.safetensors", "B": "b.safetensors"}
+    assert asked.target.name == "a+b weighted_sum 0.5.safetensors"
+    assert (asked.exists, asked.keep_recipe, asked.device) == ("number", True, "cpu")
+
+
+def test_every_entry_reaches_the_recipe(host):
+    asked = request(
+        MERGE,
+        filled(
+            method="add_difference", alpha=0.25, smooth=True, C="c.safetensors", blocks="BASE=0, IN00-IN05=0.2",
+            exclude="attn1\nattn2", glob=True, include_mode=True, discard="*ema*", mismatch="zeros", seed=7,
+            allow_mixed_prediction=True, vae="c.safetensors", save_dtype="fp16", override_dtype=True, name="new",
+            exists="overwrite", keep_recipe=False,
+        ),
+        host,
+    )  # fmt: skip
+    recipe = asked.recipe
+    assert (recipe.method, recipe.params) == ("add_difference", {"alpha": 0.25, "smooth": True})
+    assert recipe.blocks == {"BASE": {"alpha": 0.0}, "IN00-IN05": {"alpha": 0.2}}
+    assert (recipe.exclude, recipe.discard) == (("attn1", "attn2"), ("*ema*",))
+    assert (recipe.glob, recipe.include_mode, recipe.mismatch, recipe.seed) == (True, True, "zeros", 7)
+    assert recipe.allow_mixed_prediction
+    assert (recipe.vae.file, recipe.output.save_dtype, recipe.output.override_dtype) == ("c.safetensors", "fp16", True)
+    assert (asked.target.name, asked.exists, asked.keep_recipe) == ("new.safetensors", "overwrite", False)
+
+
+@pytest.mark.parametrize("method", sorted(all_methods()))
+def test_there_and_back_for_every_method(host, method):
+    chosen = all_methods()[method]
+    params = {param.name: param.default for param in chosen.params}
+    asked = request(MERGE, filled(method=method, C="c.safetensors", **params), host)
+    back = values_of(MERGE, asked.recipe, host)
+    assert request(MERGE, back, host).recipe == asked.recipe
+    assert back["C"] == ("c.safetensors" if "C" in chosen.inputs else None)
+
+
+def test_every_field_of_a_recipe_is_shown_or_refused():
+    # a field that is added to the recipe must not be lost on its way through the form
+    shown = {field.name for field in MERGE.fields} | {
+        "lib_merge",
+        "task",
+        "method",
+        "params",
+        "models",
+        "output",
+        "vae",
+    }
+    hidden = set(lib_merge.Recipe().__struct_fields__) - shown
+    examples = {"loras": (recipes.Lora(file="x"),), "rules": (recipes.Rule(match="x", params={}),), "only": "vae"}
+    for name in hidden & examples.keys():
+        with pytest.raises(RecipeError, match=name):
+            values_of(MERGE, lib_merge.Recipe(**{name: examples[name]}), standalone([]))
+    assert hidden <= examples.keys(), "give the form a field for it, or this test an example"
+
+
+def test_what_the_form_cannot_show_is_refused(host):
+    nested = recipes.Slot(recipe=lib_merge.Recipe())
+    for recipe, said in [
+        (lib_merge.Recipe(method="weighted_sum", models={"A": nested}), "models.A"),
+        (lib_merge.Recipe(output=recipes.Output(metadata={"x": "y"})), "metadata"),
+        (lib_merge.Recipe(task="convert"), "convert"),
+        (lib_merge.Recipe(method="karcher"), "karcher"),
+    ]:
+        with pytest.raises(RecipeError, match=said):
+            values_of(MERGE, recipe, host)
+
+
+def test_models_of_a_recipe_are_found_by_their_contents_first(host, tmp_path):
+    path = tmp_path / "models" / "b.safetensors"
+    digest = host.hashes().compute(path)
+    slot = recipes.Slot(file="its old name.safetensors", sha256=digest)
+    recipe = lib_merge.Recipe(method="weighted_sum", models={"A": recipes.Slot(file="gone.safetensors"), "B": slot})
+    shown = values_of(MERGE, recipe, host)
+    assert (shown["A"], shown["B"]) == (None, "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "said"),
+    [
+        ({"A": None}, "A", "choose a model"),
+        ({"B": ""}, "B", "choose a model"),
+        ({"B": "d.safetensors"}, "B", "not among"),
+        ({"method": "triple_sum", "beta": 0.5}, "C", "choose a model"),
+        ({"blocks": "IN00=x"}, "blocks", "cannot read"),
+        ({"blocks": "1, 2, 3"}, "blocks", "3 numbers"),
+        ({"seed": None}, "seed", "whole number"),
+        ({"seed": 1.5}, "seed", "whole number"),
+        ({"name": "../x"}, "name", "leads out"),
+        ({"vae": "no.safetensors"}, "vae", "not among"),
+    ],
+)
+def test_each_wrong_entry_is_named(host, changed, field, said):
+    with pytest.raises(FormError, match=said) as caught:
+        request(MERGE, filled(**changed), host)
+    assert list(caught.value.fields) == [field]
+
+
+def test_all_wrong_entries_are_named_at_once(host):
+    with pytest.raises(FormError) as caught:
+        request(MERGE, filled(A=None, B="no", blocks="?", seed=None), host)
+    assert set(caught.value.fields) == {"A", "B", "blocks", "seed"}
+
+
+def test_the_form_the_command_line_and_the_library_give_the_same_bytes(host, tmp_path):
+    asked = request(MERGE, filled(method="power_up_dare", alpha=0.5, beta=1.5, seed=3, name="tab"), host)
+    from_tab = asked.run(host).output
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(form.recipe_text(asked))
+    out = tmp_path / "cli.safetensors"
+    assert main(["run", str(recipe), "-o", str(out), "--models", str(tmp_path / "models")]) == 0
+    direct = lib_merge.merge(
+        asked.files["A"],
+        asked.files["B"],
+        out=tmp_path / "api.safetensors",
+        method="power_up_dare",
+        beta=1.5,
+        alpha=0.5,
+        seed=3,
+    ).output
+    assert from_tab.read_bytes() == out.read_bytes() == direct.read_bytes()
+
+
+def test_names_that_are_taken(host):
+    """Add a number, stop, or overwrite: as the form says, and nothing else is touched."""
+    asked = request(MERGE, filled(name="new"), host)
+    assert [asked.run(host).output.name for _ in range(3)] == [
+        "new.safetensors",
+        "new_1.safetensors",
+        "new_2.safetensors",
+    ]
+    before = asked.target.read_bytes()
+    with pytest.raises(lib_merge.PlanError, match="exists"):
+        request(MERGE, filled(name="new", alpha=0.9, exists="stop"), host).run(host)
+    assert asked.target.read_bytes() == before
+    made = request(MERGE, filled(name="new", alpha=0.9, exists="overwrite"), host).run(host).output
+    assert made == asked.target
+    assert made.read_bytes() != before
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
+def test_a_task_is_whole(task):
+    names = [field.name for field in task.fields]
+    labels = [field.label for field in task.fields]
+    assert len(set(names)) == len(names)
+    assert len(set(labels)) == len(labels)
+    assert set(task.first_values()) >= {field.name for field in task.fields} | {
+        "name",
+        "folder",
+        "exists",
+        "keep_recipe",
+    }
+    for field in task.fields:
+        assert field.kind != "choice" or field.default in {value for _, value in field.choices}
+
+
+def test_recipe_text_is_a_recipe(host):
+    asked = request(MERGE, filled(), host)
+    assert recipes.from_json(form.recipe_text(asked)) == asked.recipe
+    assert json.loads(form.recipe_text(asked))["models"]["A"]["file"] == "a.safetensors"

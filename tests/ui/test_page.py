@@ -1,0 +1,85 @@
+"""The page as gradio builds it: ids, what a host may keep of it, what its events answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from lib_merge.host import Host, standalone
+from tests.support import values, write
+
+pytestmark = pytest.mark.gradio
+
+
+@pytest.fixture
+def host(tmp_path):
+    for number, name in enumerate("ab"):
+        write(tmp_path / f"{name}.safetensors", {"w": values((9, 9), number)})
+    return standalone([tmp_path])
+
+
+@pytest.fixture
+def tab(host):
+    from lib_merge.ui.tab import merge_tab
+
+    return merge_tab(host)
+
+
+def test_no_component_is_kept_by_a_host(tab):
+    import gradio as gr
+
+    kinds = (gr.Slider, gr.Radio, gr.Checkbox, gr.Textbox, gr.Number, gr.Dropdown, gr.Button)
+    components = [block for block in tab.blocks.values() if isinstance(block, kinds)]
+    assert len(components) > 20
+    assert all(block.do_not_save_to_config for block in components)
+
+
+def test_ids_are_ours_and_each_stands_once(tab):
+    import gradio as gr
+
+    ids = [block.elem_id for block in tab.blocks.values() if getattr(block, "elem_id", None)]
+    assert len(set(ids)) == len(ids)
+    assert all(id.startswith("merge_") for id in ids)
+    unnamed = [
+        block
+        for block in tab.blocks.values()
+        if isinstance(block, (gr.Slider, gr.Checkbox, gr.Textbox, gr.Number, gr.Dropdown, gr.Button, gr.HTML))
+        and not block.elem_id
+    ]
+    assert unnamed == []
+
+
+def test_a_host_finds_its_keys(tab):
+    # hosts press these two on Ctrl+Enter and Esc, in whatever tab is open
+    ids = {block.elem_id for block in tab.blocks.values()}
+    assert {"merge_generate", "merge_interrupt"} <= ids
+
+
+def test_each_build_is_of_its_own(host):
+    from lib_merge.ui.tab import merge_tab
+
+    first, second = merge_tab(host), merge_tab(host)
+    assert not {id(block) for block in first.blocks.values()} & {id(block) for block in second.blocks.values()}
+
+
+def test_events_are_not_offered_as_an_api(tab):
+    listed = tab.get_api_info()["named_endpoints"]
+    assert not listed
+
+
+def test_the_loaded_checkpoint_is_the_base(tmp_path, host):
+    from lib_merge.ui.tab import merge_tab
+
+    def base(loaded):
+        made = merge_tab(Host("x", host.folders, loaded=lambda: loaded))
+        return next(b for b in made.blocks.values() if b.elem_id == "merge_merge_A").value
+
+    assert base(tmp_path / "b.safetensors") == "b.safetensors"
+    assert base(None) == "a.safetensors"
+    assert base(tmp_path / "elsewhere.safetensors") == "a.safetensors"
+
+
+def test_a_page_without_models_can_be_built(tmp_path):
+    from lib_merge.ui.tab import merge_tab
+
+    (tmp_path / "empty").mkdir()
+    assert merge_tab(standalone([tmp_path / "empty"]))
