@@ -89,6 +89,12 @@ def error_card(error: BaseException) -> str:
     return _card("status", "Not done", _error_body(error), tone="bad", live=True)
 
 
+def form_card(wrong: Iterable[tuple[str, MergeError]]) -> str:
+    """Why a run could not begin: (label of the entry, what is wrong with it)."""
+    problems = [Problem("error", f"{label}: {error.what}", error.file, hint=error.hint) for label, error in wrong]
+    return _card("status", "Not done", problem_list(problems), tone="bad", live=True)
+
+
 def _error_body(error: BaseException) -> str:
     if isinstance(error, PlanError):
         return problem_list(error.problems)

@@ -93,8 +93,12 @@ class Task:
 
     @property
     def params(self) -> dict[str, Param]:
-        """Name -> a parameter of that name, of all methods together, in the order they first come."""
-        return {param.name: param for method in reversed(self.methods) for param in reversed(method.params)}
+        """Name -> a parameter of that name, of all methods together: alpha, beta, gamma … as the methods order them."""
+        places: dict[str, tuple[int, Param]] = {}
+        for method in self.methods:
+            for place, param in enumerate(method.params):
+                places[param.name] = max(places.get(param.name, (0, param)), (place, param), key=lambda pair: pair[0])
+        return {name: param for name, (_, param) in sorted(places.items(), key=lambda item: item[1][0])}
 
     def first_values(self) -> dict[str, Any]:
         """What stands in the form at the beginning."""

@@ -199,7 +199,8 @@ class MergePage:
             return RUNS.start(form.request(made.task, values, self._host), self._host)
         except FormError as error:
             notes = {self._note_of(made, name): cards.field_note(what) for name, what in error.fields.items()}
-            return {**notes, self._status: cards.error_card(error), self._made: ""}
+            wrong = [(made.label(name), what) for name, what in error.fields.items()]
+            return {**notes, self._status: cards.form_card(wrong), self._made: ""}
         except MergeError as error:
             return {self._status: cards.error_card(error), self._made: ""}
 

@@ -72,6 +72,10 @@ class TaskForm:
             cards.help_note(self._help(name)), close=True, elem_id=element(self.task, f"note_{name}")
         )
 
+    def label(self, name: str) -> str:
+        """What people call an entry."""
+        return next((field.label for field in self.task.fields if field.name == name), "Name of the result")
+
     def _help(self, name: str) -> str:
         """What stands below a field; entries other than models show it above themselves."""
         field = self.task.field(name)

@@ -86,7 +86,7 @@ def test_an_error_is_shown_beside_its_field_and_the_form_stays(tab, server):
     lost.write_bytes((server.models / "style.safetensors").read_bytes())
     tab.open()
     tab.merge()
-    assert "choose a model" in tab.wait_status("Not done")
+    assert "Model B: choose a model" in tab.wait_status("Not done")
     assert "choose a model" in tab.note("B")
     tab.choose("B", "lost.safetensors")
     tab.wait_plan("merged")

@@ -60,6 +60,13 @@ def test_nothing_of_a_file_becomes_html():
         assert "alert(1)" in text(html)
 
 
+def test_wrong_entries_are_called_by_their_labels():
+    said = text(
+        cards.form_card([("Model B", MergeError("choose a model")), ("Seed", MergeError("odd", hint="type 3"))])
+    )
+    assert said == "Not done Error: Model B: choose a model Error: Seed: odd type 3"
+
+
 def test_problems_come_worst_first_and_say_what_to_do():
     levels = ("note", "warning", "error")
     said = text(cards.problem_list(Problem(level, f"the {level}", hint=f"do {level}") for level in levels))

@@ -195,6 +195,12 @@ def test_a_task_is_whole(task):
         assert field.kind != "choice" or field.default in {value for _, value in field.choices}
 
 
+def test_parameters_stand_in_their_usual_order():
+    # of every method: a slider that several share has one place
+    usual = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+    assert [name for name in MERGE.params if name in usual] == usual
+
+
 def test_recipe_text_is_a_recipe(host):
     asked = request(MERGE, filled(), host)
     assert recipes.from_json(form.recipe_text(asked)) == asked.recipe
