@@ -9,6 +9,8 @@ from ..lazy import torch
 from .arithmetic import as_bits, chosen_or, step_towards
 from .random import STEPS
 from .registry import Measure, Param, merge_method
+from .scratch import room, scalar
+from .similarity import gaps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +30,7 @@ def as_mask(truth: Tensor) -> Tensor:
 
 def largest_change(a: Tensor, b: Tensor, **_: Any) -> float:
     """Largest |B − A|, 0 for no elements: a tile's part of a measure."""
-    return float(torch.sub(b, a).abs_().amax()) if a.numel() else 0.0
+    return float(gaps(a, b, wide=False).amax()) if a.numel() else 0.0
 
 
 def largest(parts: list[float]) -> float:
@@ -58,16 +60,20 @@ def keep_share(
         rescale: divide by the probability, so that the expected share is 1 (0 where no draw is below the probability).
 
     Returns:
-        Same shape and dtype; exactly 1 for the largest change.
+        Same shape and dtype; exactly 1 for the largest change. Good until this thread's next call.
     """
-    chance = _powered(change.abs().div_(largest), max(power, _LEAST_POWER)).clamp_(floor, 1.0)
+    ratio = torch.abs(change, out=room("chance", change)).div_(scalar(largest, change))
+    chance = _powered(ratio, max(power, _LEAST_POWER)).clamp_(floor, 1.0)
     if smoothness == 1:
         return chance.fill_(1.0) if rescale else chance
     assert draws is not None
     if rescale:  # the probability in effect, for draws are multiples of 1/65536
         chance.mul_(STEPS).sub_(0.5).ceil_().clamp_(min=0.0).div_(STEPS)
-    kept = draws.to(chance.dtype).add_(0.5).div_(STEPS).lt_(chance)
-    share = kept if smoothness == 0 else torch.sub(chance, kept).mul_(smoothness).add_(kept)
+    kept = room("kept", chance).copy_(draws).add_(scalar(0.5, chance)).div_(scalar(STEPS, chance)).lt_(chance)
+    if smoothness == 0:
+        share = kept
+    else:
+        share = torch.sub(chance, kept, out=room("share", chance)).mul_(scalar(smoothness, chance)).add_(kept)
     return share.div_(chance.clamp_(min=1 / STEPS)) if rescale else share
 
 
@@ -75,7 +81,7 @@ def _powered(ratio: Tensor, power: float) -> Tensor:
     """ratio**power; overwrites `ratio`, which is 0 … 1. torch's own pow depends on a tile's length."""
     if power == 1:
         return ratio
-    return ratio.mul_(ratio) if power == 2 else ratio.log_().mul_(power).exp_()
+    return ratio.mul_(ratio) if power == 2 else ratio.log_().mul_(scalar(power, ratio)).exp_()
 
 
 def add_shares(
@@ -92,7 +98,9 @@ def add_shares(
         chosen: mask; elements outside it keep A. None is everywhere.
     """
     exact = as_mask(as_bits(share.eq_(1))) if multiplier == 1 else None
-    change.mul_(multiplier).add_(0.0)  # turns −0.0 into 0.0, and A − 0.0 has the bits of A
+    change.mul_(scalar(multiplier, change)).add_(
+        scalar(0.0, change)
+    )  # turns −0.0 into 0.0, and A − 0.0 has the bits of A
     if chosen is not None:
         as_bits(change).bitwise_and_(chosen)
         exact = None if exact is None else exact.bitwise_and_(chosen)
@@ -153,6 +161,6 @@ def power_up_dare_enhanced(
         return step_towards(a, b, delta)
     if measures[0] == 0:
         return a
-    change = torch.sub(a, b)
+    change = torch.sub(a, b, out=room("change", a))
     share = keep_share(change, measures[0], draws, alpha, beta, gamma, rescale=rescale)
     return add_shares(a, b, change.mul_(share), share, delta)

@@ -17,6 +17,8 @@ from .arithmetic import as_bits, chosen_or, mask_below, step_towards
 from .dare_enhanced import add_shares, keep_share, largest, largest_change
 from .random import STEPS, threshold
 from .registry import Measure, Param, Value, merge_method
+from .scratch import room
+from .similarity import gaps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,7 +120,7 @@ def _trims(params: Mapping[str, Value]) -> bool:
 
 def _survivors(a: Tensor, b: Tensor, alpha: float, draws: Tensor, **_: Any) -> Changes:
     limit = threshold(1 - alpha)
-    bits, drawn = as_bits(torch.sub(b, a).abs_()).reshape(-1).cpu().numpy(), draws.reshape(-1).cpu().numpy()
+    bits, drawn = as_bits(gaps(a, b, wide=False)).reshape(-1).cpu().numpy(), draws.reshape(-1).cpu().numpy()
     return bits, lambda at: (bits[at] > 0) & (drawn[at] < limit)
 
 
@@ -179,8 +181,8 @@ def power_up_dare_ties(
 
 
 def _kept_change(a: Tensor, b: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Share·(A − B) and the share."""
-    change = torch.sub(a, b)
+    """Share·(A − B) and the share; good until this thread's next call."""
+    change = torch.sub(a, b, out=room("change", a))
     power, floor, smoothness = settings["delta"], settings["epsilon"], settings["zeta"]
     share = keep_share(change, settings["measures"][0], settings["draws"], power, floor, smoothness)
     return change.mul_(share), share
