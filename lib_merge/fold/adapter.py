@@ -11,11 +11,12 @@ from typing import Any
 
 from .. import adapters
 from ..errors import FileError, MergeError
+from ..files.companion import ADAPTER_CONFIG
 from ..files.header import load_json
 from ..files.open import open_model
 from ..files.source import Source
+from .values import read_values
 
-CONFIG = "adapter_config.json"
 # What PEFT and mlx-lm call the weights in an adapter's folder.
 _WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors", "adapter_model.bin")
 _MLX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")
@@ -96,14 +97,15 @@ def open_adapter(path: Path, lora_alpha: float | None = None) -> AdapterFile:
         MergeError: it is none, does more than add low-rank products to weights, or its scale is unknown.
     """
     weights = _weights(path)
-    config_path = weights.parent / CONFIG
+    config_path = weights.parent / ADAPTER_CONFIG
     config = _config(config_path) if config_path.exists() or config_path.is_symlink() else None
     source = open_model(weights)
     mlx = {key: found for key in source.tensors if (found := _MLX.fullmatch(key))}
-    changes = _from_mlx(source, mlx, config, lora_alpha) if mlx else _from_peft(source, config, lora_alpha)
+    said: list[str] = []
+    changes = _from_mlx(source, mlx, config, lora_alpha) if mlx else _from_peft(source, config, lora_alpha, said)
     if not changes:
         raise MergeError("the adapter changes no weight", file=weights)
-    notes = _trained_on(config or {}, bool(mlx))
+    notes = (*said, *_trained_on(config or {}, bool(mlx)))
     return AdapterFile(source, tuple(changes), notes, config_path if config is not None else None)
 
 
@@ -133,7 +135,9 @@ def _config(path: Path) -> dict[str, Any]:
     return load_json(regular(path).read_bytes(), path, "configuration")
 
 
-def _from_peft(source: Source, config: dict[str, Any] | None, lora_alpha: float | None) -> list[LowRank]:
+def _from_peft(
+    source: Source, config: dict[str, Any] | None, lora_alpha: float | None, notes: list[str]
+) -> list[LowRank]:
     for name, plain in _PLAIN.items():
         value = (config or {}).get(name)
         if value is not None and value not in plain:
@@ -159,12 +163,14 @@ def _from_peft(source: Source, config: dict[str, Any] | None, lora_alpha: float 
             tensor=found.leftover[0],
             hint=_CONVERT,
         )
-    return [_of_piece(piece, source) for piece in found.pieces]
+    notes += found.notes
+    return [_of_piece(piece, source, lora_alpha) for piece in found.pieces]
 
 
-def _of_piece(piece: adapters.Piece, source: Source) -> LowRank:
+def _of_piece(piece: adapters.Piece, source: Source, lora_alpha: float | None) -> LowRank:
     module = piece.stem.removeprefix(_PEFT_PREFIX)
-    if piece.format != "lora" or piece.param != "weight" or not {"up", "down"} <= piece.keys.keys() <= {"up", "down"}:
+    plain = {"up", "down"} <= piece.keys.keys() <= {"up", "down", "alpha"}
+    if piece.format != "lora" or piece.param != "weight" or not plain:
         name = adapters.FORMATS[piece.format].label if piece.format in adapters.FORMATS else piece.format
         raise MergeError(
             f"the adapter changes {module} by {name} ({', '.join(sorted(piece.keys))}): "
@@ -173,7 +179,10 @@ def _of_piece(piece: adapters.Piece, source: Source) -> LowRank:
             tensor=next(iter(piece.keys.values())),
             hint=_CONVERT,
         )
-    alpha, rank = piece.settings.get("alpha"), piece.settings.get("rank", piece.rank)
+    rank = piece.settings.get("rank", piece.rank)
+    alpha = _alpha(piece, source) if lora_alpha is None else lora_alpha
+    if alpha is None and not piece.stem.startswith(_PEFT_PREFIX):
+        alpha = piece.rank  # what every reader of such files takes; the adapter's notes say so
     if alpha is None:
         raise MergeError(
             "the adapter's alpha is not known: there is no adapter_config.json with lora_alpha beside it",
@@ -191,6 +200,16 @@ def _of_piece(piece: adapters.Piece, source: Source) -> LowRank:
         raise MergeError(f"the adapter gives {module} alpha {alpha}: a finite number was expected", file=source.path)
     divisor = math.sqrt(stored) if piece.settings.get("rslora") else stored
     return _low_rank(module, piece.keys["up"], piece.keys["down"], float(alpha) / divisor, source)
+
+
+def _alpha(piece: adapters.Piece, source: Source) -> float | None:
+    """What the module's own tensor says, else the configuration; 0 in a tensor stands for the rank."""
+    key = piece.keys.get("alpha")
+    if key is None:
+        found = piece.settings.get("alpha")
+        return None if found is None else float(found)
+    value = float(read_values(source, key).double().reshape(-1)[0])
+    return value or piece.rank
 
 
 def _from_mlx(

@@ -13,7 +13,7 @@ from ..files.gguf import Gguf
 from ..kernels.measure import all_finite
 from ..lazy import torch
 from ..quant import ggml
-from .names import choose, forms
+from .names import DENOISER, choose, forms
 from .storage import Leaf
 from .values import torch_dtype
 
@@ -33,8 +33,6 @@ _IN_LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _ALONE = {"lm_head": "output", "language_model.lm_head": "output"}
-# Image models keep their names; only this prefix of their checkpoints is left out.
-_DENOISER = "model.diffusion_model."
 # Architectures whose converter brings the two halves of each head of q and k together, row by row.
 _INTERLEAVED = ("llama",)
 _HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
@@ -122,7 +120,7 @@ class Floats:
 
 def gguf_forms(module: str) -> tuple[str, ...]:
     """Names that a module may have in a GGUF file."""
-    found = [module, module.removeprefix(_DENOISER)]
+    found = [module, module.removeprefix(DENOISER)]
     if module in _ALONE:
         found.append(_ALONE[module])
     if (layer := _LAYER.fullmatch(module)) and layer[2] in _IN_LAYER:
@@ -136,7 +134,7 @@ def resolve(module: str, dense: Container[str], shipped: Container[str]) -> tupl
     Raises:
         MergeError: no pair of names is in both, or more than one is; lists every pair that was tried.
     """
-    here = dict.fromkeys([*forms(module), _DENOISER + module.removeprefix(_DENOISER)])
+    here = dict.fromkeys([*forms(module), DENOISER + module.removeprefix(DENOISER)])
     there = dict.fromkeys(name for form in forms(module) for name in gguf_forms(form))
     return choose(module, [(one, other) for one in here for other in there], dense, shipped)
 

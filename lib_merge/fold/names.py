@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from ..errors import MergeError
+from ..families import Names
 
 # Multimodal language models: as transformers names them, and as MLX does. Both directions are tried.
 PREFIXES: tuple[tuple[str, str], ...] = (("model.language_model.", "language_model.model."),)
+# What checkpoints of image models put before the denoiser's names, and files of the denoiser alone leave out.
+DENOISER = "model.diffusion_model."
+
+
+class SeveralError(MergeError):
+    """A name fits more than one pair of modules."""
 
 
 def forms(module: str) -> tuple[str, ...]:
@@ -33,6 +40,28 @@ def resolve(module: str, dense: Container[str], shipped: Container[str]) -> tupl
     return choose(module, [(here, there) for here in forms(module) for there in forms(module)], dense, shipped)
 
 
+def by_trainer(module: str, dense: Names, shipped: Container[str]) -> tuple[str, str] | None:
+    """As `resolve`, for the names that trainers of image and video models use; None where they lead nowhere.
+
+    Raises:
+        MergeError: the module is only a part of a stored weight, or several of them.
+    """
+    places = dense.find(module)
+    if not places:
+        return None
+    (place, *more) = places
+    if more or place.rows or place.part or place.post or not place.key.endswith(".weight"):
+        keys = ", ".join(dict.fromkeys(place.key for place in places))
+        raise MergeError(
+            f"the adapter's {module} is no whole weight of the dense model ({keys}): only whole ones can be folded",
+            tensor=module,
+            hint="convert the adapter to the model's own names: lib-merge lora convert",
+        )
+    here = place.key.removesuffix(".weight")
+    names = dict.fromkeys((here, here.removeprefix(DENOISER), DENOISER + here))
+    return next(((here, name) for name in names if f"{name}.weight" in shipped), None)
+
+
 def choose(
     module: str, tried: Sequence[tuple[str, str]], dense: Container[str], shipped: Container[str]
 ) -> tuple[str, str]:
@@ -42,7 +71,7 @@ def choose(
         return found[0]
     pairs = "; ".join(f"{here} in the dense, {there} in the quantized one" for here, there in tried)
     if found:
-        raise MergeError(f"the module {module} may be several pairs of tensors: tried {pairs}", tensor=module)
+        raise SeveralError(f"the module {module} may be several pairs of tensors: tried {pairs}", tensor=module)
     raise MergeError(
         f"the module {module} is not in both checkpoints{_where(tried, dense, shipped)}: tried {pairs}",
         tensor=module,

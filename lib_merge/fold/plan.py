@@ -5,10 +5,12 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import FileError, MergeError, PlanError, Problem
+from ..families import Names, detect
 from ..files.gguf import Gguf, is_gguf, open_gguf
 from ..files.header import load_json
 from ..files.open import OUTPUT_SUFFIX, open_model
@@ -17,7 +19,7 @@ from ..files.source import Source
 from ..quant.coded import coded_tensors
 from . import fp8, gguf, mlx
 from .adapter import AdapterFile, LowRank, open_adapter, regular
-from .names import resolve
+from .names import SeveralError, by_trainer, resolve
 from .storage import Storage
 
 T = TypeVar("T")
@@ -216,8 +218,7 @@ def find_module(name: str, dense: Source, shipped: Shipped, change: LowRank | No
     Raises:
         MergeError: it is missing, ambiguous, not quantized, or does not fit; says why.
     """
-    find = resolve if shipped.gguf is None else gguf.resolve
-    here, there = find(name, dense.tensors, shipped.source.tensors)
+    here, there = _names(name, dense, shipped)
     key = f"{here}.weight"
     info = dense.tensors[key]
     if len(info.shape) != 2:
@@ -238,6 +239,29 @@ def find_module(name: str, dense: Source, shipped: Shipped, change: LowRank | No
         _check_fit(change, info.shape)
     heads = gguf.head_rows(there, shipped.gguf.fields, info.shape[0]) if shipped.gguf else 0
     return Module(there, key, (info.shape[0], info.shape[1]), storage, change, heads)
+
+
+def _names(name: str, dense: Source, shipped: Shipped) -> tuple[str, str]:
+    """The module's names in both checkpoints: as they write them, else as trainers do."""
+    find = resolve if shipped.gguf is None else gguf.resolve
+    try:
+        return find(name, dense.tensors, shipped.source.tensors)
+    except SeveralError:
+        raise
+    except MergeError:
+        names = _trainer_names(tuple((key, info.dtype, info.shape) for key, info in dense.tensors.items()))
+        found = by_trainer(name, names, shipped.source.tensors) if names else None
+        if found is None:
+            raise
+        return found
+
+
+@lru_cache(maxsize=1)
+def _trainer_names(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Names | None:
+    """The index of an image or video model; language models have one name for each module."""
+    found = {key: (dtype, shape) for key, dtype, shape in tensors}
+    model = detect(found)
+    return Names(found, model) if model.kind in ("denoiser", "checkpoint") else None
 
 
 def _storage(module: str, shape: Sequence[int], shipped: Shipped) -> Storage:

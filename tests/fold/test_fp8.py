@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import lib_merge
+from lib_merge.errors import PlanError
 from tests.data.mlx_ref import merged, widened
-from tests.fold.making import DOWN, Pair, Q, contents, entry, raw_tensors, write_folder
+from tests.fold.making import DOWN, Pair, Q, contents, entry, places, raw_tensors, write_folder, write_mlx
 
 FORMATS = {"F8_E4M3": (torch.float8_e4m3fn, 448.0), "F8_E5M2": (torch.float8_e5m2, 57344.0)}
 LAYOUTS = {
@@ -94,3 +95,44 @@ def test_the_report_knows_the_distance_of_codes(tmp_path):
     exponents = np.maximum((codes.astype(int) & 0x7F) >> 3, 1) - 7
     row = next(row for row in made.rows if row["key"] == f"{Q}.weight")
     assert row["step"] == pytest.approx(float((2.0 ** (exponents - 3)).mean() * scales[Q]), rel=1e-6)
+
+
+def test_names_of_image_model_trainers_lead_to_the_modules(tmp_path):
+    """Kohya's names and alphas, a dense checkpoint with the prefix, a quantized one without."""
+    stem = "double_blocks.0.img_attn.proj"
+    prefix = "model.diffusion_model."
+    pair = Pair(tmp_path, shapes={f"{prefix}{stem}": (64, 64), f"{prefix}double_blocks.0.img_attn.qkv": (192, 64)})
+    (module, other) = pair.shapes
+    values = widened(pair.weights[module])
+    scale = np.float32(2 * np.abs(values).max() / 448)
+    tensors = {f"{stem}.weight": ("F8_E4M3", (64, 64), coded(values, scale.reshape(()), "F8_E4M3").tobytes())}
+    tensors[f"{stem}.scale_weight"] = entry(np.array(scale))
+    write_mlx(tmp_path / "shipped.safetensors", tensors)
+    down, up = (np.random.default_rng(2).standard_normal(shape).astype(np.float32) for shape in ((4, 64), (64, 4)))
+    name = f"lora_unet_{stem.replace('.', '_')}"
+    adapter = {f"{name}.lora_down.weight": entry(down), f"{name}.lora_up.weight": entry(up)}
+    for alpha, factor in ((np.array(2.0, np.float32), 0.5), (None, 1.0)):
+        parts = adapter | ({} if alpha is None else {f"{name}.alpha": entry(alpha)})
+        write_mlx(tmp_path / "lora.safetensors", parts)
+        out = tmp_path / f"out{factor}.safetensors"
+        made = lib_merge.fold(pair.dense, tmp_path / "lora.safetensors", out, quantize=tmp_path / "shipped.safetensors")
+        content, begin, end = places(out)[f"{stem}.weight"]
+        expected = coded(merged(values, down, up, factor), scale.reshape(()), "F8_E4M3")
+        assert content[begin:end] == expected.tobytes()
+        assert any("no alpha" in note for note in made.notes) == (alpha is None)
+        assert other not in {module.dense for module in made.modules}
+
+
+def test_a_part_of_a_fused_weight_is_refused(tmp_path):
+    prefix = "model.diffusion_model.double_blocks.0.img_attn"
+    pair = Pair(tmp_path, shapes={f"{prefix}.qkv": (192, 64), f"{prefix}.proj": (64, 64)})
+    shipped(pair, "F8_E4M3", "one", "scale_weight")
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    write_mlx(
+        tmp_path / "lora.safetensors",
+        {f"{name}.lora_A.weight": entry(np.ones((4, 64), np.float32)),
+         f"{name}.lora_B.weight": entry(np.ones((64, 4), np.float32))},
+    )  # fmt: skip
+    with pytest.raises(PlanError, match="no whole weight") as caught:
+        lib_merge.fold(pair.dense, tmp_path / "lora.safetensors", tmp_path / "out", quantize=pair.shipped)
+    assert "lora convert" in caught.value.hint

@@ -444,3 +444,9 @@ def test_a_dry_run_plans_and_writes_nothing(pair):
     (pair.root / "full" / "x").touch()
     made = lib_merge.fold(pair.dense, pair.root / "adapter", pair.root / "full", quantize=pair.shipped, dry_run=True)
     assert "the output exists" in made.problems[0].what
+
+
+@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "model.model.layers.0.self_attn.q_proj", "q_proj"])
+def test_names_of_language_models_are_never_guessed(pair, name):
+    adapter_of(pair, factors(name, 80, 128))
+    assert "tried" in refused(pair).what
