@@ -70,7 +70,8 @@ class _Sliced:
         change, form = self.change, FORMATS[self.change.format]
         first = low + (change.place.part[0] if change.place.part else 0)
         read = {
-            role: load_part(self.source, change.keys[role], self.number, first, len(values)) for role in self.sliced
+            role: load_part(self.source, change.keys[role], self.number, first, len(values)).to(values.device)
+            for role in self.sliced
         }
         parts, shape = {**self.parts, **read}, (len(values), *change.shape[1:])
         if form.stage == "replace":
@@ -85,7 +86,25 @@ class _Sliced:
             values[:, : delta.shape[1]].add_(delta * change.strength)
 
 
-_Term = _Product | _Matrix | _Sliced
+@dataclass(frozen=True)
+class _Computed:
+    """A change of which any rows can be computed from all of its parts."""
+
+    rows: tuple[int, int]
+    change: Change
+    parts: Mapping[str, Tensor]
+
+    def apply(self, values: Tensor, low: int) -> None:
+        """See `_Product`."""
+        change, form = self.change, FORMATS[self.change.format]
+        first = low + (change.place.part[0] if change.place.part else 0)
+        assert form.rows is not None
+        delta = form.rows(self.parts, change.settings, first, len(values))
+        if bool(delta.any()):
+            values[:, : delta.shape[1]].add_(delta.mul_(change.strength))
+
+
+_Term = _Product | _Matrix | _Sliced | _Computed
 
 
 class Baking:
@@ -95,13 +114,14 @@ class Baking:
         node: what is baked.
         sources: slot path -> input.
         number: dtype of the arithmetic, float32 or float64.
+        device: torch's name of where it is done.
 
     Raises:
         NumberError: a part holds a value that is not finite.
     """
 
-    def __init__(self, node: Baked, sources: Mapping[str, Source], number: torch.dtype) -> None:
-        self._node, self._sources, self._number = node, sources, number
+    def __init__(self, node: Baked, sources: Mapping[str, Source], number: torch.dtype, device: str = "cpu") -> None:
+        self._node, self._sources, self._number, self._device = node, sources, number, device
         self._others: dict[str, list[Change]] = defaultdict(list)
         terms = []
         for change in sorted(node.changes, key=_stage):
@@ -142,6 +162,8 @@ class Baking:
         parts = {role: self._part(change, role) for role in change.keys if role not in sliced}
         if sliced:
             return _Sliced(rows, change, self._sources[change.slot], self._number, sliced, parts)
+        if form.rows is not None and not change.place.post:
+            return _Computed(rows, change, parts)
         pair = form.factors(parts, change.settings) if form.factors is not None else None
         if pair is None:
             assert form.delta is not None
@@ -171,7 +193,7 @@ class Baking:
         return {role: self._part(change, role) for role in change.keys}
 
     def _part(self, change: Change, role: str) -> Tensor:
-        return load_part(self._sources[change.slot], change.keys[role], self._number)
+        return load_part(self._sources[change.slot], change.keys[role], self._number).to(self._device)
 
 
 def _stage(change: Change) -> int:

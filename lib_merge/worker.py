@@ -152,7 +152,7 @@ class Worker:
     def _bake(self, tile: Tile, node: Baked) -> None:
         """Compute and write a whole tensor with LoRAs, in blocks of rows where they allow it."""
         step, number, watch = tile.step, _number(tile), self._watch
-        baking = Baking(node, self._sources, number)
+        baking = Baking(node, self._sources, number, self._device)
         size = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
         for low in range(0, step.numel, size):
             self._taken = 0
@@ -169,7 +169,7 @@ class Worker:
         """A whole tensor with LoRAs that another node needs; flat."""
         values = self._value(node.base, tile, number, (), merged=True).cpu()
         if values.numel():
-            Baking(node, self._sources, number).apply(values.view(-1, node.columns), 0)
+            Baking(node, self._sources, number, self._device).apply(values.view(-1, node.columns), 0)
         if not all_finite(values):
             file = next((self._sources[change.slot].path for change in node.changes), None)
             raise NumberError("a LoRA gives values that are not finite", file=file, tensor=tile.step.key)

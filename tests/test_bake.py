@@ -119,6 +119,20 @@ def test_full_differences_norms_and_biases(tmp_path):
         np.testing.assert_array_equal(after[key], (before[key] + 0.5 * change.astype(np.float64)).astype("f4"))
 
 
+@pytest.mark.parametrize("second", ["whole", "low rank"])
+def test_lokr_over_several_blocks_of_rows(second, tmp_path):
+    a = base(tmp_path / "a.safetensors")
+    left, right = values((9, 8), 1), values((100, 80), 2)
+    if second == "whole":
+        parts = {"lokr_w1": left, "lokr_w2": right}
+    else:
+        parts = {"lokr_w1": left, "lokr_w2_a": values((100, 4), 3), "lokr_w2_b": values((4, 80), 4)}
+        right = parts["lokr_w2_a"].astype(np.float64) @ parts["lokr_w2_b"]
+    one = write(tmp_path / "lokr.safetensors", {f"{STEM[Q]}.{name}": value for name, value in parts.items()})
+    want = read(a)[Q] + 0.5 * np.kron(left.astype(np.float64), right)
+    np.testing.assert_array_equal(read(baked(tmp_path, a, (one, 0.5)))[Q], want.astype("f4"))
+
+
 def test_what_replaces_comes_first_then_sums_then_dora_whatever_the_order_of_the_files(tmp_path):
     a = base(tmp_path / "a.safetensors")
     magnitude = np.abs(values((8, 1), 5)) + 1

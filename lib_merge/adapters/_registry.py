@@ -59,6 +59,8 @@ class Format:
             one; -1 on an axis that shapes do not tell, None where they tell nothing.
         by_rows: roles that are there -> roles whose first axis is the weight's first axis, so that any slice of rows
             may be computed from the same slice of these parts. Empty: the whole tensor is needed.
+        rows: (parts, settings, first, count) -> so many rows of the change as a matrix, where they cost less one by one
+            than from `factors`.
         complete: shapes of the parts that are there -> whether they make one; by default all of `needs`.
         settings: (configuration for the module, stem, shapes of the parts) -> what its functions take as `settings`.
 
@@ -79,6 +81,7 @@ class Format:
     param: str = "weight"
     shape: Callable[[Shapes, Settings], Shape | None] | None = None
     by_rows: Callable[[frozenset[str]], tuple[str, ...]] = _no_rows
+    rows: Callable[[Parts, Settings, int, int], Tensor] | None = None
     complete: Callable[[Shapes], bool] | None = None
     settings: Callable[[Config, str, Shapes], dict[str, Value]] = _no_settings
 

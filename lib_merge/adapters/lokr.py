@@ -79,6 +79,14 @@ def delta(parts: Parts, settings: Settings, shape: Shape) -> Tensor:
     return shaped(kron(_side(parts, 1), _side(parts, 2)) * _scale(parts, settings), shape)
 
 
+def rows(parts: Parts, settings: Settings, first: int, count: int) -> Tensor:
+    """Rows of γ·w1⊗w2: row i is row i // p of w1 times row i % p of w2, p rows of w2."""
+    one, two = _side(parts, 1) * _scale(parts, settings), _side(parts, 2)
+    index = torch.arange(first, first + count, device=one.device)
+    left, right = one[index // len(two)], two[index % len(two)]
+    return (left[:, :, None] * right[:, None, :]).reshape(count, -1)
+
+
 def factors(parts: Parts, settings: Settings) -> tuple[Tensor, Tensor]:
     """(a·b)⊗(c·d) = (a⊗c)·(b⊗d): exact, of the product of both ranks."""
     (left1, right1), (left2, right2) = _split(parts, 1), _split(parts, 2)
@@ -101,6 +109,7 @@ register(
         rank=rank,
         factors=factors,
         delta=delta,
+        rows=rows,
         shape=shape,
         complete=complete,
         settings=lambda config, stem, shapes: config.settings(stem),
