@@ -115,6 +115,12 @@ def energy(matrix: Tensor) -> float:
     return float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
 
 
+def product_norm(up: Tensor, down: Tensor) -> float:
+    """‖up·down‖ from the r×r products of each factor with itself, in float64."""
+    up, down = up.double(), down.double()
+    return math.sqrt(max(float(((up.T @ up) * (down @ down.T)).sum()), 0.0))
+
+
 def residual(matrix: Tensor, up: Tensor, down: Tensor) -> float:
     """Relative error ‖M − up·down‖/‖M‖; 0 for a zero matrix."""
     size = math.sqrt(energy(matrix))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..catalog import PathLike
 from ..changes import LoraLike, named_loras
+from ..families import Target
 from ..recipe import Recipe
 from ._combine import combine
 from ._groups import Group, grouped
@@ -20,6 +21,9 @@ from ._work import opened
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_Name = tuple[Target, str]
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,12 @@ def compare_loras(*loras: LoraLike, lora_alpha: float | None = None) -> Comparis
             for item in inputs
         }  # fmt: skip
         left_out = [key for keys in skipped.values() for key in keys]
-        products: list[dict[tuple[str, str, str], Module]] = [{} for _ in inputs]
+        products: list[dict[_Name, Module]] = [{} for _ in inputs]
         for group in grouped(inputs, left_out):
             for number, item in enumerate(inputs):
                 terms = tuple(term for term in group.terms if term.input is item)
                 if terms:
-                    name = (group.target.slot, group.target.native, group.param)
+                    name = (group.target, group.param)
                     products[number][name] = combine(_only(group, terms), Ranks())
         rows = [
             _described(item.lora.file, item.adapter.formats, list(found.values()))
@@ -101,7 +105,7 @@ def _described(file: str, formats: Sequence[str], modules: Sequence[Module]) -> 
     }
 
 
-def _pair(one: dict[tuple[str, str, str], Module], two: dict[tuple[str, str, str], Module]) -> dict[str, Any]:
+def _pair(one: dict[_Name, Module], two: dict[_Name, Module]) -> dict[str, Any]:
     shared = [name for name in one if name in two]
     inner = sum(_inner(one[name], two[name]) for name in shared)
     norms = [math.sqrt(sum(side[name].size() ** 2 for name in shared)) for side in (one, two)]

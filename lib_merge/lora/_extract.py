@@ -20,7 +20,7 @@ from ..quant.coded import HINT as CODED_HINT
 from ..quant.coded import coded_tensors
 from ..recipe import Recipe
 from ._module import Module
-from ._output import rounded_to
+from ._rounding import rounded_to
 from ._work import Work, dtype_name
 
 if TYPE_CHECKING:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from ..kernels.lowrank import product_norm
 from ..lazy import torch
+from ._rounding import rounded_to
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,6 +80,22 @@ class Module:
             assert self.whole is not None
             return float(torch.linalg.vector_norm(self.whole.double()))
         scale = 1.0 if self.alpha is None else self.alpha / self.down.shape[0]
-        up, down = self.up.double(), self.down.double()
-        inner = ((up.T @ up) * (down @ down.T)).sum()
-        return abs(scale) * math.sqrt(max(float(inner), 0.0))
+        return abs(scale) * product_norm(self.up, self.down)
+
+    def rounded(self, dtype: str) -> tuple[Module, int]:
+        """The module in the dtype that it is stored in, and how many values were cut to the largest one of fp8.
+
+        Args:
+            dtype: safetensors name.
+
+        Raises:
+            NumberError: a value is not finite, or does not fit.
+        """
+        fields: dict[str, Any] = {}
+        saturated = 0
+        for name in ("up", "down", "whole"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                fields[name], beyond = rounded_to(tensor, dtype, f"{self.stem} ({name})")
+                saturated += beyond
+        return replace(self, **fields), saturated

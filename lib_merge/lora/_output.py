@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CancelledError, NumberError, PlanError, RecipeError
+from ..errors import CancelledError, PlanError, RecipeError
 from ..execute import Running
-from ..files.dtypes import DTYPES
 from ..files.sink import FileSink, OutPart
 from ..files.target import target_problems
 from ..files.temporary import sweep
-from ..kernels.rounding import to_odd
 from ..lazy import torch
 from ._module import Module
 
@@ -46,52 +44,25 @@ class Stored:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors.values())
 
 
-def stored(modules: Sequence[Module], dtype: str, kept: Mapping[str, tuple[str, Tensor]]) -> Stored:
-    """Round the modules' tensors once.
+def stored(modules: Sequence[Module], dtype: str, kept: Mapping[str, tuple[str, Tensor]], saturated: int) -> Stored:
+    """The modules' tensors by key.
 
     Args:
-        modules: computed.
-        dtype: safetensors name of the float dtype.
+        modules: rounded.
+        dtype: safetensors name of their dtype.
         kept: tensors that are handed on as they are.
+        saturated: values that rounding cut.
 
     Raises:
-        NumberError: a value is not finite or does not fit the dtype (fp8 is cut instead, and counted).
         RecipeError: two modules have the same name.
     """
     tensors: dict[str, tuple[str, Tensor]] = {}
-    saturated = 0
     for module in modules:
         for key, tensor in module.tensors().items():
             if key in tensors or key in kept:
                 raise RecipeError("two modules of the result have the same name", tensor=key)
-            own = "F32" if key.endswith(".alpha") else dtype
-            rounded, beyond = rounded_to(tensor, own, key)
-            tensors[key], saturated = (own, rounded), saturated + beyond
+            tensors[key] = ("F32" if key.endswith(".alpha") else dtype, tensor.contiguous())
     return Stored({**tensors, **kept}, _peft_config(modules), saturated)
-
-
-def rounded_to(tensor: Tensor, dtype: str, key: str) -> tuple[Tensor, int]:
-    """A tensor in another dtype, and how many values were cut to the largest one of fp8.
-
-    Raises:
-        NumberError: a value is not finite, or does not fit.
-    """
-    target = DTYPES[dtype]
-    largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
-    if not largest < float("inf"):
-        raise NumberError("a value of the result is not finite", tensor=key)
-    beyond = 0
-    if largest > target.largest:
-        if target.rank > 1:
-            raise NumberError(
-                f"a value of {largest:g} does not fit {target.option}, which ends at {target.largest:g}",
-                tensor=key,
-                hint="--save-dtype bf16 or fp32",
-            )
-        beyond = int((tensor.abs() > target.largest).sum())
-        tensor = tensor.clamp(-target.largest, target.largest)
-    narrow = tensor.dtype == torch.float64 and target.bits < 32
-    return (to_odd(tensor) if narrow else tensor).to(getattr(torch, target.torch)).contiguous(), beyond
 
 
 def _peft_config(modules: Sequence[Module]) -> dict[str, Any] | None:

@@ -146,10 +146,10 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     _output.check_target(target, {slot: source.path for slot, source in work.sources.items()}, work.nbytes, how)
     if how.dry_run:
         return _result(work, target, [], None, 0.0)
-    modules = compute(work, how)
+    modules, saturated = compute(work, how)
     if not modules and not work.kept:
         raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
-    result = _output.stored(modules, work.dtype, work.kept)
+    result = _output.stored(modules, work.dtype, work.kept, saturated)
     hashes = _hashes(work, how)
     metadata = _metadata.build(work.recipe, work.inputs, modules, result, work.sources, hashes, how.keep_recipe)
     _check_unchanged(work.sources)
@@ -162,31 +162,39 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
 def compute_stored(work: Work, how: Running) -> _output.Stored:
     """The tensors of the result, without writing them."""
     _refuse(work, how)
-    return _output.stored(compute(work, how), work.dtype, work.kept)
+    modules, saturated = compute(work, how)
+    return _output.stored(modules, work.dtype, work.kept, saturated)
 
 
-def compute(work: Work, how: Running) -> list[Module]:
-    """Run the jobs, a few at a time; the result does not depend on how many."""
+def compute(work: Work, how: Running) -> tuple[list[Module], int]:
+    """Run the jobs, a few at a time; the result does not depend on how many.
+
+    Returns:
+        the modules, rounded, and how many values were cut to the largest one of fp8.
+    """
     threads = 1 if work.in_order else min(how.threads or default_threads(), max(len(work.jobs), 1))
     before = torch.get_num_threads()
     modules: list[Module] = []
+    saturated = 0
     pool = ThreadPoolExecutor(threads, "lib_merge", initializer=torch.set_num_threads, initargs=(1,))
     try:
-        waiting = [pool.submit(_unless_stopped, job, how) for job in work.jobs]
+        waiting = [pool.submit(_rounded, job, work.dtype, how) for job in work.jobs]
         for done, future in enumerate(waiting, 1):
-            found = future.result()
-            modules += found
+            found, beyond = future.result()
+            modules, saturated = modules + found, saturated + beyond
             how.on_progress(Progress("merging", done, len(waiting), found[0].stem if found else ""))
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)  # torch hands a worker's setting on to threads that start later
-    return modules
+    return modules, saturated
 
 
-def _unless_stopped(job: Job, how: Running) -> Sequence[Module]:
+def _rounded(job: Job, dtype: str, how: Running) -> tuple[list[Module], int]:
+    """What a job makes, rounded at once: a result waits in its own dtype."""
     if how.cancel.cancelled:
         raise CancelledError("the run was stopped")
-    return job()
+    pairs = [module.rounded(dtype) for module in job()]
+    return [module for module, _ in pairs], sum(beyond for _, beyond in pairs)
 
 
 def _refuse(work: Work, how: Running) -> None:
