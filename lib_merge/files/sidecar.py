@@ -57,6 +57,8 @@ def sidecar_problems(sidecar: Path | None, target: Path, overwrite: bool) -> Ite
         yield Problem(
             "error", "the config beside the output exists, with other contents than A's", str(place), hint=hint
         )
+    elif os.path.lexists(place) and _same(sidecar, place):
+        yield Problem("note", f"A's config lies beside the output already: {place.name}", str(sidecar))
     else:
         yield Problem("note", f"A's config {sidecar.name} is copied to {place.name}", str(sidecar))
 

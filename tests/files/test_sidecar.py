@@ -85,7 +85,8 @@ def test_another_config_is_not_overwritten_unless_told(models, out):
 
 def test_the_same_config_is_no_obstacle(models, out):
     out.with_suffix(".yaml").write_bytes(CONFIG)
-    lib_merge.merge(*models, out=out)
+    made = lib_merge.merge(*models, out=out)
+    assert any("lies beside the output already: mix.yaml" in problem.what for problem in made.plan.problems)
     assert names(out) == ["mix.safetensors", "mix.yaml"]
     beside = models[0].with_name("a.v1_half.safetensors")
     (beside.with_suffix(".yaml")).symlink_to(models[0].with_suffix(".yaml"))
