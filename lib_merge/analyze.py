@@ -24,7 +24,7 @@ from .pairs import Pair, matched
 from .patterns import Patterns
 from .plan import default_threads
 from .report_charts import sentence
-from .tiles import TILE
+from .tiles import MEASURED
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def compare(
     include_mode: bool = False,
     glob: bool = False,
     threads: int | None = None,
-    tile: int = TILE,
+    tile: int = MEASURED,
     on_progress: OnProgress = lambda progress: None,
     cancel: CancelToken | None = None,
     cache: HashCache | None = None,

@@ -28,20 +28,22 @@ class Buffer:
     def __init__(self, elements: int, device: str = "cpu") -> None:
         self.elements = elements
         self._memory = torch.empty(elements * WIDEST_BYTES, dtype=torch.uint8, device=device)
-        self._tensors: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._tensors: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self._bytes: dict[int, memoryview] = {}
-        self._signs: dict[tuple[int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._signs: dict[tuple[int, int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
 
     @cached_property
     def _array(self) -> NDArray[Any]:
         return self._memory.numpy()
 
-    def tensor(self, dtype: torch.dtype, count: int) -> Tensor:
-        """The first `count` elements as a tensor of that dtype."""
-        found = self._tensors.get((dtype, count))
+    def tensor(self, dtype: torch.dtype, count: int, start: int = 0) -> Tensor:
+        """`count` elements from element `start` on, as a tensor of that dtype."""
+        found = self._tensors.get((dtype, count, start))
         if found is None:
             self._trim()
-            found = self._tensors[dtype, count] = self._memory[: count * dtype.itemsize].view(dtype)
+            size = dtype.itemsize
+            found = self._memory[start * size : (start + count) * size].view(dtype)
+            self._tensors[dtype, count, start] = found
         return found
 
     def bytes(self, count: int) -> memoryview:
@@ -52,14 +54,16 @@ class Buffer:
             found = self._bytes[count] = self._array[:count].data
         return found
 
-    def finite(self, dtype: Dtype, count: int) -> bool:
-        """True when the first `count` elements, taken as this float format, hold no NaN and no infinity."""
+    def finite(self, dtype: Dtype, count: int, start: int = 0) -> bool:
+        """True when `count` elements from `start` on, taken as this float format, hold no NaN and no infinity."""
         if count == 0:
             return True
-        found = self._signs.get((dtype.bits, count))
+        found = self._signs.get((dtype.bits, count, start))
         if found is None:
             self._trim()
-            found = self._signs[dtype.bits, count] = patterns(self._array[: count * dtype.bits // 8], dtype.bits)
+            size = dtype.bits // 8
+            found = patterns(self._array[start * size : (start + count) * size], dtype.bits)
+            self._signs[dtype.bits, count, start] = found
         return patterns_finite(*found, dtype.bits, dtype.unbounded)
 
     def _trim(self) -> None:

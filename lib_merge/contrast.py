@@ -20,7 +20,7 @@ from .kernels.measure import BLOCK, all_finite, bits_finite, dot
 from .lazy import torch
 from .pairs import Pair, slots
 from .quant.fp8 import scaled
-from .tiles import TILE
+from .tiles import MEASURED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _BEAT_S = 0.1
 # Elements of all models together that a thread holds: where there are many models its tiles become smaller.
-_HELD = 4 * TILE
+_HELD = 4 * MEASURED
 
 
 @dataclass

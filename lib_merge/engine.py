@@ -13,10 +13,11 @@ from .files.dtypes import nbytes
 from .files.source import Source
 from .kernels.registry import Measure, method
 from .lazy import torch
+from .operands import Tile
 from .plan import Plan
 from .steps import Baked, Merged, Step, Stored
-from .tiles import TILE, cut, keep_elements, kept
-from .worker import Sink, Tile, Watch, Worker
+from .tiles import MEASURED, PIECE, TILE, cut, keep_elements, kept
+from .worker import Sink, Watch, Worker
 
 _COPY_BYTES = 64 << 20
 _BEAT_S = 0.1
@@ -50,7 +51,7 @@ class Options:
 
     Attributes:
         threads: workers.
-        tile: elements worked on at a time.
+        tile: elements written at a time; those that are measured or computed at a time are not more.
         device: torch's name of where methods are computed; reading and writing stay on the CPU.
         on_progress: told about ten times a second, from the calling thread.
         cancel: stops the run.
@@ -97,6 +98,9 @@ class _Crew:
     def __init__(self, plan: Plan, sink: Sink, options: Options, watch: Watch | None) -> None:
         self._plan, self._sink, self._options, self._watch = plan, sink, options, watch
         self._lock = threading.Lock()
+        # Half of the threads compute while the others read and write: more would only wait for the interpreter.
+        self._turn = threading.Semaphore(max(1, options.threads // 2))
+        self._measured_tile = min(options.tile, MEASURED)
         self._measures: dict[str, list[Any]] = {}
         self._parts: dict[str, dict[int, Any]] = {}
         self._jobs: Iterator[Job] = iter(())
@@ -113,10 +117,10 @@ class _Crew:
         """Work lists one after the other: each measure of the tensors too large to keep, then all results."""
         for number in range(max((len(_measures_of(step)) for step in self._big), default=0)):
             yield (
-                Part(tile, number, at, -(-tile.step.numel // cut(tile.step.node, self._options.tile)))
+                Part(tile, number, at, -(-tile.step.numel // cut(tile.step.node, self._measured_tile)))
                 for step in self._big
                 if number < len(_measures_of(step))
-                for at, tile in enumerate(_tiles(step, cut(step.node, self._options.tile)))
+                for at, tile in enumerate(_tiles(step, cut(step.node, self._measured_tile)))
             )
         yield work_list(self._plan.steps, self._plan.sources, self._sink, self._options.tile, self._options.threads)
 
@@ -147,7 +151,9 @@ class _Crew:
         torch.set_num_threads(1)
         keep = keep_elements(self._options.threads)
         options = self._options
-        worker = Worker(self._plan.sources, self._sink, options.tile, keep, self._watch, options.device)
+        worker = Worker(
+            self._plan.sources, self._sink, self._measured_tile, keep, self._turn, self._watch, options.device
+        )
         try:
             while (job := self._next()) is not None:
                 self._do(worker, job)
@@ -201,8 +207,8 @@ def _measures_of(step: Step) -> tuple[Measure, ...]:
     return method(node.method).needed_measures(node.params) if isinstance(node, Merged) else ()
 
 
-def _tiles(step: Step, size: int) -> Iterator[Tile]:
-    return (Tile(step, low, min(low + size, step.numel), step.wide) for low in range(0, step.numel, size))
+def _tiles(step: Step, size: int, piece: int = 0) -> Iterator[Tile]:
+    return (Tile(step, low, min(low + size, step.numel), piece, step.wide) for low in range(0, step.numel, size))
 
 
 def work_list(
@@ -217,8 +223,10 @@ def work_list(
         if step.verbatim:
             run.append(step)
         else:
-            whole = step.whole or kept(step, threads) or isinstance(step.node, Baked)
-            yield from _tiles(step, max(step.numel, 1) if whole else cut(step.node, tile))
+            if step.whole or kept(step, threads) or isinstance(step.node, Baked):
+                yield from _tiles(step, max(step.numel, 1))
+            else:
+                yield from _tiles(step, cut(step.node, tile), cut(step.node, min(tile, PIECE)))
     yield from _copies(run)
 
 

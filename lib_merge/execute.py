@@ -41,7 +41,7 @@ class Running:
         strict: warnings count as errors.
         dry_run: make the plan and write nothing; the result then tells what would be done.
         report: measure every tensor for the report.
-        tile: elements worked on at a time.
+        tile: elements written at a time.
         device: where methods are computed: cpu, or cuda; the results agree but for the last bits of some methods.
         on_progress: told about ten times a second.
         cancel: stops the run from another thread.

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from .files.dtypes import DTYPES
 from .kernels.measure import BLOCK, row_block
-from .steps import Baked, Merged, Node, Step, Stored, leaves
+from .steps import Baked, Merged, Node, Step, Stored, leaves, walk
 
-# Elements per tile and worker: small enough for the cache, large enough that calls cost nothing.
-TILE = 1 << 18
+# Elements that a worker reads and writes at a time: large enough that threads seldom wait for each other.
+TILE = 1 << 21
+# Elements computed at a time: few enough that all numbers at hand stay in a core's cache.
+PIECE = 1 << 16
+# Elements measured or compared at a time, and those read at a time of tensors that cannot be cut.
+MEASURED = 1 << 18
 # What all workers together keep in memory of measured tensors between their two passes; larger ones are read twice.
 KEEP_BYTES = 64 << 20
 _BAKE_ELEMENTS = 1 << 18
 # What a worker holds beside its tiles, and the widest element of a raw buffer.
 _WORKER_BYTES = 4 << 20
 _WIDEST_BYTES = 8
+_DRAW_BYTES = 2
 
 
 def bake_rows(columns: int) -> int:
@@ -48,7 +54,10 @@ def worker_bytes(step: Step) -> int:
     if step.whole:
         inputs = sum(1 for _ in leaves(step.node))
         return _WORKER_BYTES + (inputs + 3) * 4 * step.numel
-    return _WORKER_BYTES + (_alive(step.node) + 2) * _WIDEST_BYTES * cut(step.node, TILE)
+    stored = sum(DTYPES[leaf.dtype].bits // 8 for leaf in leaves(step.node)) + DTYPES[step.dtype].bits // 8
+    stored += sum(_DRAW_BYTES for node in walk(step.node) if isinstance(node, Merged) and node.stream)
+    tile, piece = (min(cut(step.node, size), step.numel) for size in (TILE, MEASURED if step.measured else PIECE))
+    return _WORKER_BYTES + stored * tile + (_alive(step.node) + 2) * _WIDEST_BYTES * piece
 
 
 def _baked_bytes(step: Step, node: Baked) -> int:
@@ -58,9 +67,9 @@ def _baked_bytes(step: Step, node: Baked) -> int:
     if step.whole:
         return _WORKER_BYTES + parts + (sum(1 for _ in leaves(node)) + 3) * width * step.numel
     block = min(step.numel, bake_rows(node.columns) * node.columns)
-    return _WORKER_BYTES + parts + (_alive(node) + 2) * _WIDEST_BYTES * max(block, TILE)
+    return _WORKER_BYTES + parts + (_alive(node) + 2) * _WIDEST_BYTES * max(block, MEASURED)
 
 
 def _alive(node: Node) -> int:
-    """Tiles alive at once for a node, raw buffers included."""
-    return 2 if isinstance(node, Stored) else sum(_alive(item) for item in node.inputs) + 1
+    """Pieces alive at once for a node."""
+    return 1 if isinstance(node, Stored) else sum(_alive(item) for item in node.inputs) + 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,12 +20,17 @@ from .kernels.random import draws
 from .kernels.registry import Method, method
 from .kernels.rounding import to_odd
 from .lazy import torch
+from .operands import Operands, Program, Tile
 from .quant.fp8 import scaled
-from .steps import Baked, Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored, Zeros, leaves
+from .steps import Baked, Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored
 from .tiles import bake_rows, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# (flat operands, first element) -> a method's result, flat.
+Application = Callable[[list["Tensor"], int], "Tensor"]
 
 
 class Sink(Protocol):
@@ -50,24 +56,15 @@ class Watch(Protocol):
         """Result of the same tile."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Elements `low` … `high` of a step, all of them where it cannot be cut; `wide` is computed in float64."""
-
-    step: Step
-    low: int
-    high: int
-    wide: bool = False
-
-
 class Worker:
-    """Buffers and the functions that use them; one for each thread.
+    """What computes and writes tiles; one for each thread.
 
     Args:
         sources: slot path -> input.
         sink: takes the results.
-        tile: elements worked on at a time.
+        most: elements read at a time of a tensor that cannot be cut.
         keep: elements of a measured tensor that may be kept in memory between its two passes.
+        turn: held while a tile is computed; lets other threads read and write meanwhile.
         watch: sees operands and results.
         device: torch's name of where methods are computed.
     """
@@ -76,18 +73,15 @@ class Worker:
         self,
         sources: Mapping[str, Source],
         sink: Sink,
-        tile: int,
+        most: int,
         keep: int,
+        turn: AbstractContextManager[Any],
         watch: Watch | None,
         device: str = "cpu",
     ) -> None:
-        self._sources, self._sink, self._tile, self._watch, self._device = sources, sink, tile, watch, device
-        self._keep = max(tile, keep)
-        self._raw = Buffer(tile)
-        self._random = Buffer(tile)
-        self._pool: list[Buffer] = []
-        self._scales: dict[Stored, Tensor] = {}
-        self._taken = 0
+        self._sources, self._sink, self._most, self._turn = sources, sink, most, turn
+        self._watch, self._device = watch, device
+        self._in = Operands(sources, most, keep, device)
         self.saturated = 0
 
     def run(self, tile: Tile, measures: Sequence[Any] = ()) -> None:
@@ -100,117 +94,174 @@ class Worker:
         Raises:
             NumberError: a value is not finite, or becomes so by the cast to the output dtype.
         """
-        self._taken = 0
+        self._in.begin()
         step = tile.step
         if isinstance(step.node, Counting):
             numbers = np.arange(tile.low, tile.high, dtype="<i8")
             self._sink.write(step.key, numbers.itemsize * tile.low, numbers.data.cast("B"))
-            return
-        if isinstance(step.node, Baked):
+        elif isinstance(step.node, Baked):
             self._bake(tile, step.node)
-            return
-        result = self._value(step.node, tile, _number(tile), measures, merged=False)
-        self._store(step, tile.low, result)
+        elif tile.piece:
+            self._run_in_pieces(tile, measures)
+        else:
+            self._store(step, tile.low, self._program(step.node, tile, measures)(tile.low, tile.count))
+
+    def _run_in_pieces(self, tile: Tile, measures: Sequence[Any]) -> None:
+        """Read all, compute piece by piece, write all."""
+        step, size = tile.step, DTYPES[tile.step.dtype].bits // 8
+        self._in.read_ahead(tile)
+        out = self._in.room_for_result(tile)
+        program = self._program(step.node, tile, measures)
+        with self._turn:
+            for low in range(tile.low, tile.high, tile.piece):
+                values = program(low, min(tile.piece, tile.high - low))
+                self._round(step, values, out, low - tile.low)
+        self._sink.write(step.key, tile.low * size, out.bytes(tile.count * size))
 
     def measure(self, tile: Tile, number: int, measures: Sequence[Any]) -> Any:
         """A tile's part of its method's measure of that number; see `kernels.registry.Measure`."""
-        self._taken = 0
+        self._in.begin()
         node = tile.step.node
         assert isinstance(node, Merged)
-        operands = self._operands(node, tile, _number(tile))
+        operands = [self._program(item, tile, examined=True)(tile.low, tile.count) for item in node.inputs]
         return self._part(node, operands, tile.low, number, measures)
 
-    def _value(self, node: Node, tile: Tile, number: torch.dtype, measures: Sequence[Any], *, merged: bool) -> Tensor:
-        """Elements of a node in float; `merged` when a method will use them, so that they must be finite."""
-        if isinstance(node, Zeros):
-            return self._take(tile.high - tile.low, number).zero_()
+    def _program(self, node: Node, tile: Tile, measures: Sequence[Any] = (), *, examined: bool = False) -> Program:
+        """What gives a node's numbers, for as many pieces of the tile as there are.
+
+        Args:
+            node: the step's, or one below it.
+            tile: what is computed.
+            measures: of the step's method.
+            examined: stored values must be finite, for a method will use them.
+        """
         if isinstance(node, Stored):
-            return self._load(node, tile, number, must_be_finite=merged)
+            return self._in.loading(node, tile, examined=examined)
+        if isinstance(node, Merged):
+            return self._merging(node, tile, measures)
         if isinstance(node, Scaled):
-            codes = self._load(node.codes, tile, number, must_be_finite=merged)
-            return scaled(codes, self._scale(node.scale), node.shape, tile.low)
+            codes = self._in.loading(node.codes, tile, examined=examined)
+            return lambda low, count: scaled(codes(low, count), self._in.scale(node.scale), node.shape, low)
         if isinstance(node, (Channels, Joined)):
-            return self._side_by_side(node, tile, number, merged=merged)
+            return self._side_by_side(node, tile, examined)
         if isinstance(node, Baked):
-            return self._baked_whole(node, tile, number)
-        assert isinstance(node, Merged)
-        operands = self._operands(node, tile, number)
-        watch = self._watch if node is tile.step.merge and tile.step.action == "merged" else None
-        if watch is not None:
-            watch.before(tile.step, tile.low, operands)
-        if node.measured and not measures:
-            result = self._in_two_passes(node, operands)
-        else:
-            result = self._apply(node, operands, tile.low, measures)
-        if watch is not None and not self._seen_baked(tile.step):
-            watch.after(tile.step, tile.low, result)
-        if node is not tile.step.node and not all_finite(result):
-            file = next((self._sources[leaf.slot].path for leaf in leaves(node)), None)
-            raise NumberError(f"{node.method} gives values that are not finite", file=file, tensor=tile.step.key)
-        return result
+            return self._baked(node, tile)
+        room = self._in.room(tile)
+        return lambda low, count: room(count).zero_()
+
+    def _merging(self, node: Merged, tile: Tile, measures: Sequence[Any]) -> Program:
+        """The values of a method; those of the step's own are watched, those of others must be finite."""
+        examined = not method(node.method).shows_damage(node.params)
+        inputs = [self._program(item, tile, examined=examined) for item in node.inputs]
+        apply = self._two_passes(node) if node.measured and not measures else self._application(node, measures)
+        step, watch = tile.step, self._watch
+
+        def plain(low: int, count: int) -> Tensor:
+            return apply([program(low, count) for program in inputs], low)
+
+        def watched(low: int, count: int) -> Tensor:
+            assert watch is not None
+            operands = [program(low, count) for program in inputs]
+            watch.before(step, low, operands)
+            result = apply(operands, low)
+            if not _seen_baked(step):
+                watch.after(step, low, result)
+            return result
+
+        compute = watched if watch is not None and node is step.merge and step.action == "merged" else plain
+        if node is step.node:
+            return compute
+
+        def finite(low: int, count: int) -> Tensor:
+            result = compute(low, count)
+            if not all_finite(result):
+                self._in.blame_inputs(node)
+                what = f"{node.method} gives values that are not finite"
+                raise NumberError(what, file=self._in.path(node), tensor=step.key)
+            return result
+
+        return finite
+
+    def _application(self, node: Merged, measures: Sequence[Any]) -> Application:
+        """The method as a function of flat operands and their first element."""
+        chosen = method(node.method)
+        if node.whole or node.rows or chosen.random or chosen.measures:
+            return lambda operands, low: chosen.function(
+                *_shaped(node, operands), **self._settings(chosen, node, operands, low, measures)
+            ).reshape(-1)
+        params = dict(node.params)
+        return lambda operands, low: chosen.function(*operands, **params)
+
+    def _two_passes(self, node: Merged) -> Application:
+        """Measure whole operands piece by piece, then apply the method piece by piece, while they are in memory."""
+        size = cut(node, self._most)
+
+        def apply(operands: list[Tensor], low: int) -> Tensor:
+            starts = range(0, operands[0].numel(), size)
+            pieces = [(at, [operand[at : at + size] for operand in operands]) for at in starts]
+            measures: list[Any] = []
+            for number, measure in enumerate(method(node.method).needed_measures(node.params)):
+                parts = [self._part(node, piece, at, number, measures) for at, piece in pieces]
+                measures.append(measure.combine(parts))
+            application = self._application(node, measures)
+            for at, piece in pieces:
+                place = operands[0][at : at + size]
+                result = application(piece, at)
+                if result.data_ptr() != place.data_ptr():
+                    place.copy_(result)
+            return operands[0]
+
+        return apply
 
     def _bake(self, tile: Tile, node: Baked) -> None:
         """Compute and write a whole tensor with LoRAs, in blocks of rows where they allow it."""
-        step, number, watch = tile.step, _number(tile), self._watch
-        baking = Baking(node, self._sources, number, self._device)
+        step, watch = tile.step, self._watch
+        baking = Baking(node, self._sources, tile.number, self._device)
         size = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
+        base = self._program(node.base, replace(tile, high=min(size, step.numel)), examined=True)
         for low in range(0, step.numel, size):
-            self._taken = 0
-            piece = replace(tile, low=low, high=min(low + size, step.numel))
-            values = self._value(node.base, piece, number, (), merged=True).cpu()  # where the LoRAs are multiplied
+            values = base(low, min(size, step.numel - low)).cpu()  # where the LoRAs are multiplied
             if watch is not None and step.merge is None:
                 watch.before(step, low, [values])
             baking.apply(values.view(-1, node.columns), low // node.columns)
-            if watch is not None and self._seen_baked(step):
+            if watch is not None and _seen_baked(step):
                 watch.after(step, low, values)
             self._store(step, low, values)
 
-    def _baked_whole(self, node: Baked, tile: Tile, number: torch.dtype) -> Tensor:
-        """A whole tensor with LoRAs that another node needs; flat."""
-        values = self._value(node.base, tile, number, (), merged=True).cpu()
-        if values.numel():
-            Baking(node, self._sources, number, self._device).apply(values.view(-1, node.columns), 0)
-        if not all_finite(values):
-            file = next((self._sources[change.slot].path for change in node.changes), None)
-            raise NumberError("a LoRA gives values that are not finite", file=file, tensor=tile.step.key)
-        return values.to(self._device)
+    def _baked(self, node: Baked, tile: Tile) -> Program:
+        """A whole tensor with LoRAs that another node needs."""
+        base = self._program(node.base, tile, examined=True)
 
-    @staticmethod
-    def _seen_baked(step: Step) -> bool:
-        """True when reports are about the values with LoRAs; a method on some of the channels is seen by itself."""
-        return isinstance(step.node, Baked) and not isinstance(step.node.base, Joined)
+        def bake(low: int, count: int) -> Tensor:
+            values = base(low, count).cpu()
+            if count:
+                Baking(node, self._sources, tile.number, self._device).apply(values.view(-1, node.columns), 0)
+            if not all_finite(values):
+                file = next((self._sources[change.slot].path for change in node.changes), None)
+                raise NumberError("a LoRA gives values that are not finite", file=file, tensor=tile.step.key)
+            return values.to(self._device)
 
-    def _side_by_side(self, node: Channels | Joined, tile: Tile, number: torch.dtype, *, merged: bool) -> Tensor:
-        """Input channels cut off or put together; of whole tensors, flat."""
-        first, *wider = [
-            self._value(item, Tile(tile.step, 0, math.prod(item.shape), tile.wide), number, (), merged=merged).reshape(
-                item.shape
-            )
-            for item in node.inputs
+        return bake
+
+    def _side_by_side(self, node: Channels | Joined, tile: Tile, examined: bool) -> Program:
+        """Input channels cut off or put together; of whole tensors."""
+        counts = [math.prod(item.shape) for item in node.inputs]
+        programs = [
+            self._program(item, replace(tile, low=0, high=count), examined=examined)
+            for item, count in zip(node.inputs, counts, strict=True)
         ]
-        result = wider[0] if wider else first.new_zeros(node.shape)
-        shared = min(first.shape[1], result.shape[1])
-        result[:, :shared] = first[:, :shared]
-        return result.reshape(-1)
 
-    def _scale(self, node: Stored) -> Tensor:
-        """A scale as numbers, read once."""
-        found = self._scales.get(node)
-        if found is None:
-            whole = Tile(Step(node.key, node.dtype, node.shape, "copied", node), 0, math.prod(node.shape))
-            loaded = self._load(node, whole, torch.float32, must_be_finite=True)
-            found = self._scales[node] = loaded.reshape(node.shape).clone()
-        return found
+        def join(low: int, count: int) -> Tensor:
+            first, *wider = (
+                program(0, count).reshape(item.shape)
+                for program, item, count in zip(programs, node.inputs, counts, strict=True)
+            )
+            result = wider[0] if wider else first.new_zeros(node.shape)
+            shared = min(first.shape[1], result.shape[1])
+            result[:, :shared] = first[:, :shared]
+            return result.reshape(-1)
 
-    def _operands(self, node: Merged, tile: Tile, number: torch.dtype) -> list[Tensor]:
-        return [self._value(item, tile, number, (), merged=True) for item in node.inputs]
-
-    def _apply(self, node: Merged, operands: list[Tensor], low: int, measures: Sequence[Any]) -> Tensor:
-        """The method's result for flat operands that start at element `low`; flat."""
-        chosen = method(node.method)
-        return chosen.function(
-            *_shaped(node, operands), **self._settings(chosen, node, operands, low, measures)
-        ).reshape(-1)
+        return join
 
     def _part(self, node: Merged, operands: list[Tensor], low: int, number: int, measures: Sequence[Any]) -> Any:
         """A measure's part from flat operands that start at element `low`."""
@@ -240,62 +291,25 @@ class Worker:
     def _draws(self, chosen: Method, node: Merged, count: int, low: int) -> Tensor:
         if chosen.random == "tensor":
             return draws(node.stream, 0, 1)
-        room = self._random.tensor(torch.int32, count) if count <= self._tile else None
-        drawn = draws(node.stream, low, count, out=room).to(self._device)
-        return _shaped(node, [drawn])[0]
-
-    def _in_two_passes(self, node: Merged, operands: list[Tensor]) -> Tensor:
-        """Measure whole operands piece by piece, then apply the method piece by piece, while they are in memory."""
-        chosen = method(node.method)
-        size = cut(node, self._tile)
-        pieces = [
-            (low, [operand[low : low + size] for operand in operands]) for low in range(0, operands[0].numel(), size)
-        ]
-        measures: list[Any] = []
-        for number, measure in enumerate(chosen.needed_measures(node.params)):
-            parts = [self._part(node, piece, low, number, measures) for low, piece in pieces]
-            measures.append(measure.combine(parts))
-        for low, piece in pieces:
-            place = operands[0][low : low + size]
-            result = self._apply(node, piece, low, measures)
-            if result.data_ptr() != place.data_ptr():
-                place.copy_(result)
-        return operands[0]
-
-    def _load(self, node: Stored, tile: Tile, number: torch.dtype, *, must_be_finite: bool) -> Tensor:
-        """Stored elements as float; read piece by piece through the raw buffer."""
-        source, dtype = self._sources[node.slot], DTYPES[node.dtype]
-        stored_as, size = getattr(torch, dtype.torch), dtype.bits // 8
-        values = self._take(tile.high - tile.low, number)
-        for low, high in self._pieces(tile.high - tile.low):
-            count = high - low
-            source.read_into(node.key, (tile.low + low) * size, self._raw.bytes(count * size))
-            if must_be_finite and not self._raw.finite(dtype, count):
-                raise NumberError(
-                    f"model {node.slot} holds a value that is not finite",
-                    file=source.path,
-                    tensor=node.key,
-                    hint="exclude the tensor, or use a file without the damage",
-                )
-            part = values if count == values.numel() else values[low:high]
-            part.copy_(self._raw.tensor(stored_as, count))
-        return values
+        return _shaped(node, [self._in.draws(node.stream, low, count)])[0]
 
     def _store(self, step: Step, first: int, values: Tensor) -> None:
-        """Round to the stored dtype, check, write; piece by piece through the raw buffer."""
-        dtype = DTYPES[step.dtype]
-        stored_as, size = getattr(torch, dtype.torch), dtype.bits // 8
-        for low, high in self._pieces(values.numel()):
-            count = high - low
-            part = values if count == values.numel() else values[low:high]
-            if dtype.rank == 1:
-                part = self._within(part, dtype)
-            raw = self._raw.tensor(stored_as, count)
-            narrow = part.dtype == torch.float64 and size < 4
-            raw.copy_(to_odd(part) if narrow else part)
-            if not self._raw.finite(dtype, count):
-                self._explain(step, part, raw, dtype)
-            self._sink.write(step.key, (first + low) * size, self._raw.bytes(count * size))
+        """Round and write elements from `first` on, in parts that go through the raw buffer."""
+        size = DTYPES[step.dtype].bits // 8
+        for low, high in self._in.parts(values.numel()):
+            self._round(step, values[low:high], self._in.raw, 0)
+            self._sink.write(step.key, (first + low) * size, self._in.raw.bytes((high - low) * size))
+
+    def _round(self, step: Step, values: Tensor, out: Buffer, start: int) -> None:
+        """Round to the stored dtype, from element `start` of a buffer on, and check."""
+        dtype, count = DTYPES[step.dtype], values.numel()
+        if dtype.rank == 1:
+            values = self._within(values, dtype)
+        raw = out.tensor(getattr(torch, dtype.torch), count, start)
+        narrow = values.dtype == torch.float64 and dtype.bits < 32
+        raw.copy_(to_odd(values) if narrow else values)
+        if not out.finite(dtype, count, start):
+            self._explain(step, values, raw, dtype)
 
     def _within(self, part: Tensor, dtype: Dtype) -> Tensor:
         """Finite values cut to the range of fp8; how many were is counted."""
@@ -309,7 +323,9 @@ class Worker:
         before = torch.isfinite(part)
         after = torch.isfinite(raw.to(part.dtype))
         born = before & ~after
-        file = next((self._sources[leaf.slot].path for leaf in leaves(step.node)), None)
+        if step.action == "merged":
+            self._in.blame_inputs(step.node)  # reads over `raw`
+        file = self._in.path(step.node)
         if bool(born.any()):
             largest = float(part[born].abs().max())
             raise NumberError(
@@ -326,23 +342,10 @@ class Worker:
                 hint="lower the method's parameters, or exclude the tensor",
             )
 
-    def _pieces(self, count: int) -> Iterator[tuple[int, int]]:
-        return ((low, min(low + self._tile, count)) for low in range(0, count, self._tile))
 
-    def _take(self, count: int, number: torch.dtype) -> Tensor:
-        """Room for `count` elements: a buffer of this worker, or a new one for what is larger than it keeps."""
-        if count > self._keep:
-            return torch.empty(count, dtype=number, device=self._device)
-        if self._taken == len(self._pool):
-            self._pool.append(Buffer(self._tile, self._device))
-        if self._pool[self._taken].elements < count:
-            self._pool[self._taken] = Buffer(self._keep, self._device)
-        self._taken += 1
-        return self._pool[self._taken - 1].tensor(number, count)
-
-
-def _number(tile: Tile) -> torch.dtype:
-    return torch.float64 if tile.wide else torch.float32
+def _seen_baked(step: Step) -> bool:
+    """True when reports are about the values with LoRAs; a method on some of the channels is seen by itself."""
+    return isinstance(step.node, Baked) and not isinstance(step.node.base, Joined)
 
 
 def _shaped(node: Merged, operands: list[Tensor]) -> list[Tensor]:

@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("channels", "decoding", "prediction", "repairs", "vae"),
     ),
     ("changes", "baking"),
-    ("resolve", "contrast"),
+    ("resolve", "contrast", "operands"),
     ("plan", "worker", "differences"),
     ("engine", "watch"),
     ("execute",),
@@ -49,6 +49,7 @@ TORCH_BELOW = {"lazy", "kernels", "adapters", "quant", "files"}
 TORCH_ABOVE = {
     "baking",
     "buffers",
+    "operands",
     "crew",
     "devices",
     "contrast",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..lazy import torch
 from .registry import Param, merge_method
+from .scratch import scalar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,7 @@ def step_towards(a: Tensor, b: Tensor, share: float, chosen: Tensor | None = Non
     if share == 1:
         return b if chosen is None else chosen_or(a, b, chosen)
     back = torch.sub(a, b, out=b) if share > 0 else b.sub_(a)
-    back.mul_(abs(share))
+    back.mul_(scalar(abs(share), back))
     if chosen is not None:
         back.view(chosen.dtype).bitwise_and_(chosen)
     return a.sub_(back)
@@ -74,6 +75,7 @@ def chosen_or(base: Tensor, other: Tensor, chosen: Tensor) -> Tensor:
     strength="alpha",
     params=(Param("alpha", 0.5, "share of B: 0 is A, 1 is B", 0.0, 1.0, clamp=True),),
     formula="A + alpha·(B − A)",
+    shows=("alpha",),
     exact_arithmetic=True,
     exact_a="alpha ≤ 0",
     exact_b="alpha ≥ 1",
@@ -104,6 +106,7 @@ def weighted_sum(a: Tensor, b: Tensor, *, alpha: float) -> Tensor:
     formula="A + alpha·(B − C); smooth: the difference as a matrix [out, rest] goes through a median of 3 along each "
     "axis in turn, then a Gaussian (σ 1, 9 taps) along each axis in turn, edges mirrored",
     whole_when="smooth",
+    shows=(),
     exact_arithmetic=True,
     exact_a="alpha = 0",
 )
@@ -125,7 +128,7 @@ def add_difference(a: Tensor, b: Tensor, c: Tensor, *, alpha: float, smooth: boo
     back = torch.sub(c, b, out=b) if alpha > 0 else b.sub_(c)
     if smooth:
         back = smoothed(back)
-    return a.sub_(back.mul_(abs(alpha)))
+    return a.sub_(back.mul_(scalar(abs(alpha), back)))
 
 
 # exp(−t²/2) for t = 0 … 4, scaled so that all nine taps sum to 1; digits, for exp differs between systems.

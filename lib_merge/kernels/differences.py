@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..lazy import torch
 from .arithmetic import step_towards
 from .registry import Param, merge_method
+from .scratch import scalar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ def _subtract(a: Tensor, back: Tensor) -> Tensor:
 
     Where nothing is taken off, the bits of A stay: adding 0 first turns −0.0 into 0.0, and A − 0.0 is A.
     """
-    return a.sub_(back.add_(0.0))
+    return a.sub_(back.add_(scalar(0.0, back)))
 
 
 @merge_method(
@@ -36,6 +37,7 @@ def _subtract(a: Tensor, back: Tensor) -> Tensor:
     strength="alpha",
     params=(Param("alpha", 1.0, "how much of what B learned over C is added to A", slider=(-1.0, 2.0)),),
     formula="A + alpha·1.8·(B − C)·|B − A|/(|B − C| + |B − A|); A where both differences are 0",
+    shows=(),
     exact_arithmetic=True,
     exact_a="alpha = 0",
 )
@@ -58,7 +60,7 @@ def train_difference(a: Tensor, b: Tensor, c: Tensor, *, alpha: float) -> Tensor
     number = torch.finfo(a.dtype)
     smallest = number.smallest_normal * number.eps  # a subnormal: 0/0 becomes 0, every other quotient stays
     missing.div_(torch.abs(back).add_(missing).clamp_(min=smallest))
-    return _subtract(a, back.mul_(missing).mul_(_TRAIN_GAIN * alpha))
+    return _subtract(a, back.mul_(missing).mul_(scalar(_TRAIN_GAIN * alpha, back)))
 
 
 @merge_method(
@@ -174,6 +176,7 @@ def add_dissimilarities(a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: 
     strength="alpha",
     params=(Param("alpha", 1.0, "multiplier of the difference", slider=(-1.0, 2.0)),),
     formula="A·(1 + alpha·(B − A))",
+    shows=(),
     exact_arithmetic=True,
     exact_a="alpha = 0",
 )
@@ -188,7 +191,7 @@ def multiply_difference(a: Tensor, b: Tensor, *, alpha: float) -> Tensor:
     Returns:
         The product, same shape and dtype.
     """
-    return a if alpha == 0 else a.mul_(torch.sub(b, a, out=b).mul_(alpha).add_(1))
+    return a if alpha == 0 else a.mul_(torch.sub(b, a, out=b).mul_(scalar(alpha, b)).add_(scalar(1.0, b)))
 
 
 @merge_method(
@@ -202,6 +205,7 @@ def multiply_difference(a: Tensor, b: Tensor, *, alpha: float) -> Tensor:
         Param("gamma", 1.0, "multiplier of what is left", slider=(-1.0, 2.0)),
     ),
     formula="A + alpha·(gamma·(A − beta·B) − A): gamma·(A − beta·B) at alpha = 1",
+    shows=(),
     exact_arithmetic=True,
     exact_a="alpha = 0",
 )
@@ -218,4 +222,7 @@ def subtract_weights(a: Tensor, b: Tensor, *, alpha: float, beta: float, gamma: 
     Returns:
         The difference, same shape and dtype.
     """
-    return a if alpha == 0 else step_towards(a, torch.sub(a, b.mul_(beta), out=b).mul_(gamma), alpha)
+    if alpha == 0:
+        return a
+    rest = torch.sub(a, b.mul_(scalar(beta, b)), out=b).mul_(scalar(gamma, b))
+    return step_towards(a, rest, alpha)

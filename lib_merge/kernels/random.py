@@ -44,17 +44,20 @@ def raw_draws(key: int, start: int, count: int) -> NDArray[np.uint16]:
     return drawn
 
 
-def draws(key: int, start: int, count: int, out: Tensor | None = None) -> Tensor:
-    """The same draws for torch, which has no arithmetic on uint16: int32, uniform over 0 … 65535.
+def draws(key: int, start: int, count: int) -> Tensor:
+    """The same draws for torch: int32, uniform over 0 … 65535."""
+    return widened(raw_draws(key, start, count))
+
+
+def widened(raw: NDArray[np.uint16], out: Tensor | None = None) -> Tensor:
+    """Draws as int32, for torch has no arithmetic on uint16.
 
     Args:
-        key: of the stream.
-        start: first draw.
-        count: number of draws.
-        out: int32 buffer of `count` elements to fill; None takes a new one.
+        raw: from `raw_draws`.
+        out: int32 buffer of as many elements to fill; None takes a new one.
     """
-    values = torch.empty(count, dtype=torch.int32) if out is None else out
-    values.numpy()[:] = raw_draws(key, start, count)
+    values = torch.empty(len(raw), dtype=torch.int32) if out is None else out
+    values.numpy()[:] = raw
     return values
 
 

@@ -121,6 +121,8 @@ class Method:
         random: the function takes `draws` (see `kernels.random`): of each `element` of its tile, or the first of the
             whole `tensor`, the same for every tile; empty for methods without chance.
         settled: a parameter whose value 1 leaves nothing to chance, so that `draws` is None; empty where there is none.
+        shows: parameters of a method of plain arithmetic; while none of them is 0 or 1, a value of any operand that is
+            not finite shows in the result. None where it may stay hidden.
         exact_arithmetic: made of IEEE + − × ÷ and comparisons only: the same bytes on every CPU.
         exact_a: when the result is A bit for bit, for display.
         exact_b: when it is B bit for bit, or empty.
@@ -141,6 +143,7 @@ class Method:
     measures: tuple[Measure, ...]
     random: Chance
     settled: str
+    shows: tuple[str, ...] | None
     exact_arithmetic: bool
     exact_a: str
     exact_b: str
@@ -181,6 +184,12 @@ class Method:
         """What must be known of the whole tensor with these parameters; the function takes only their values."""
         return tuple(itertools.takewhile(lambda measure: measure.needed(params), self.measures))
 
+    def shows_damage(self, params: Mapping[str, Value]) -> bool:
+        """True when an operand's value that is not finite makes that element of the result not finite."""
+        if self.shows is None or self.needs_whole(params) or params[self.strength] == 0:
+            return False
+        return all(params[name] not in (0, 1) for name in self.shows)
+
     def needs_whole(self, params: Mapping[str, Value]) -> bool:
         """True when these parameters need whole tensors."""
         return self.kind == "whole" or bool(self.whole_when and params[self.whole_when])
@@ -200,6 +209,7 @@ def merge_method(
     measures: tuple[Measure, ...] = (),
     random: Chance = "",
     settled: str = "",
+    shows: tuple[str, ...] | None = None,
     exact_arithmetic: bool = False,
     exact_a: str,
     exact_b: str = "",
@@ -211,7 +221,7 @@ def merge_method(
         before = _METHODS.get(id)
         if before is not None and _path(before.function) != _path(function):
             raise ValueError(f"two methods are called {id}")
-        if missing := {strength, *filter(None, [whole_when])} - {param.name for param in params}:
+        if missing := {strength, *(shows or ()), *filter(None, [whole_when])} - {param.name for param in params}:
             raise ValueError(f"{id} has no parameter {missing.pop()}")
         _METHODS[id] = Method(
             id,
@@ -226,6 +236,7 @@ def merge_method(
             measures,
             random,
             settled,
+            shows,
             exact_arithmetic,
             exact_a,
             exact_b,
