@@ -68,6 +68,21 @@ def test_strength_0_gives_the_bits_of_a(chosen, dtype):
                 assert same_bits(apply(chosen, tensors, params), tensors[0])
 
 
+@each([chosen for chosen in METHODS if chosen.shows is not None])
+@dtypes
+def test_damage_in_any_operand_shows_in_the_result_where_a_method_says_so(chosen, dtype):
+    """Operands of such methods are not examined themselves."""
+    bad = [float("nan"), float("inf"), float("-inf")]
+    good = [0.0, -0.0, 1.5, -2.0, 1e-30, 6e4, *bad]
+    combinations = torch.cartesian_prod(*(torch.tensor(good, dtype=dtype) for _ in chosen.inputs))
+    damaged = ~combinations.isfinite().all(1)
+    for values in settings(chosen):
+        if chosen.shows_damage(values):
+            result = apply(chosen, [column.clone() for column in combinations.T], values)
+            assert not result[damaged].isfinite().any(), values
+    assert any(chosen.shows_damage(values) for values in settings(chosen))
+
+
 def test_the_table_of_exact_b_covers_every_method_that_declares_it():
     assert set(EXACT_B) == {chosen.id for chosen in METHODS if chosen.exact_b}
 
