@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .adapters import FORMATS
-from .errors import NumberError
+from .errors import FileError, NumberError
 from .files.dtypes import DTYPES, is_float
 from .files.source import Source
 from .kernels.measure import bits_finite
@@ -127,7 +128,8 @@ class Baking:
         for change in sorted(node.changes, key=_stage):
             stage = FORMATS[change.format].stage
             if change.strength and (stage == "add" or _sliced(change)):
-                terms.append(self._term(change))
+                with self._told(change):
+                    terms.append(self._term(change))
             elif change.strength:
                 self._others[stage].append(change)
         self._terms = _joined([term for term in terms if term is not None])
@@ -143,7 +145,8 @@ class Baking:
             if stage == "add":
                 self._apply_terms(values, first)
             for change in self._others[stage]:
-                self._apply_whole(change, values)
+                with self._told(change):
+                    self._apply_whole(change, values)
 
     def _apply_terms(self, values: Tensor, first: int) -> None:
         size = bake_rows(self._node.columns)
@@ -152,7 +155,11 @@ class Baking:
             for term in self._terms:
                 start, count = term.rows
                 low, high = max(first + at, start), min(first + at + len(block), start + count)
-                if low < high:
+                if low >= high:
+                    continue
+                # The parts of these meet only now.
+                late = self._told(term.change) if isinstance(term, (_Sliced, _Computed)) else nullcontext()
+                with late:
                     term.apply(block[low - first - at : high - first - at], low - start)
 
     def _term(self, change: Change) -> _Term | None:
@@ -171,6 +178,8 @@ class Baking:
             delta = _placed(delta.reshape(change.shape[0] if change.shape else 1, -1), change) * change.strength
             return _Matrix(rows, delta) if bool(delta.any()) else None
         up, down = pair
+        if up.shape[1] != down.shape[0]:
+            raise RuntimeError(f"{list(up.shape)} times {list(down.shape)}")
         up, down = (down.T, up.T) if change.place.post == "transpose" else (_placed(up, change), down)
         return _Product(rows, up * change.strength, down) if bool(up.any()) and bool(down.any()) else None
 
@@ -188,6 +197,18 @@ class Baking:
         result = form.apply(weight, self._parts(change), change.settings, change.strength)
         shape = (rows.shape[1], rows.shape[0]) if change.place.post == "transpose" else tuple(rows.shape)
         rows.copy_(_turned(result.reshape(shape), change.place.post))
+
+    @contextmanager
+    def _told(self, change: Change) -> Iterator[None]:
+        """Says which module it was, where torch cannot compute one: parts whose shapes contradict each other."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise FileError(
+                f"the parts of a {FORMATS[change.format].label} module do not fit together: {error}",
+                file=self._sources[change.slot].path,
+                tensor=next(iter(change.keys.values())),
+            ) from error
 
     def _parts(self, change: Change) -> dict[str, Tensor]:
         return {role: self._part(change, role) for role in change.keys}

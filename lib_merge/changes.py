@@ -74,6 +74,8 @@ def match(recipe: Recipe, base: Tensors, found: Detected, sources: Mapping[str, 
     """
     if not recipe.loras:
         return NO_LORAS
+    if found.kind == "adapter":
+        raise RecipeError("the checkpoint is an adapter itself", hint="name the checkpoint first, then the LoRAs")
     matcher = _Matcher(base, found, Names(base, found), _is_tied(sources.get(f"{path}A")))
     general = recipe.blocks if recipe.task == "bake" else {}
     for slot, lora in lora_slots(recipe):
@@ -342,9 +344,14 @@ def _fit(piece: Piece, shapes: Mapping[str, Shape], place: Place, stored: Shape,
     Weights may be flattened ([out, in·k]); at a model's first layer the numbers of channels may differ.
     """
     form = FORMATS[piece.format]
+    if any(0 in shape for shape in shapes.values()):
+        return "nothing: one of its parts is empty"
     region = stored if place.rows is None else (place.rows[1], *stored[1:])
     region = region[::-1] if place.post == "transpose" else region
-    own = form.shape(shapes, piece.settings) if form.shape is not None else None
+    try:
+        own = form.shape(shapes, piece.settings) if form.shape is not None else None
+    except MergeError as error:
+        return f"nothing: {error.what}"
     if own is None:
         return region
     rows = place.part[1] if place.part is not None else own[0] if own else 1

@@ -243,6 +243,34 @@ def test_shapes_that_do_not_fit_are_refused_with_both(tmp_path):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+ODD: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "other ranks": ({"lora_down.weight": (2, 8), "lora_up.weight": (8, 3)}, "different ranks: up 3, down 2"),
+    "no rank": ({"lora_down.weight": (0, 8), "lora_up.weight": (8, 0)}, "one of its parts is empty"),
+    "loha": ({"hada_w1_a": (8, 2), "hada_w1_b": (2, 8), "hada_w2_a": (8, 3), "hada_w2_b": (2, 8)}, "do not fit"),
+    "lokr": ({"lokr_w1": (2, 2), "lokr_w2_a": (4, 3), "lokr_w2_b": (2, 4)}, "do not fit"),
+    "dora": ({"lora_down.weight": (2, 8), "lora_up.weight": (8, 2), "dora_scale": (5, 1)}, "do not fit"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_parts_that_contradict_each_other_are_an_error_that_names_the_file(name, tmp_path):
+    shapes, said = ODD[name]
+    a = base(tmp_path / "a.safetensors")
+    one = write(tmp_path / "odd.safetensors", {f"{STEM[V]}.{part}": values(shape, 1) for part, shape in shapes.items()})
+    with pytest.raises(lib_merge.MergeError) as caught:
+        baked(tmp_path, a, one)
+    assert said in caught.value.what
+    assert caught.value.file == str(one)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_the_checkpoint_comes_first(tmp_path):
+    a, one = base(tmp_path / "a.safetensors"), lora(tmp_path / "one.safetensors", V)
+    with pytest.raises(lib_merge.MergeError) as caught:
+        baked(tmp_path, one, a)
+    assert caught.value.hint == "name the checkpoint first, then the LoRAs"
+
+
 def test_rows_of_a_fused_weight_and_a_fused_module_over_several_weights(tmp_path):
     start = "double_blocks.0.img_attn"
     native = write(
@@ -453,6 +481,8 @@ def test_dry_run_tells_which_lora_does_what(tmp_path, capsys):
     assert step["loras"] == [{"lora": "lora1", "format": "lora", "rank": 4, "strength": 0.5}]
     assert plan["counts"]["merged"] == 1
     assert not (tmp_path / "out.safetensors").exists()
+    assert main([str(word) for word in words[:-1]]) == 0
+    assert "bake lora1@0.5" in capsys.readouterr().out
 
 
 # Inputs of other kinds

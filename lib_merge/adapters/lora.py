@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..errors import MergeError
 from ..lazy import torch
 from ._algebra import flat, fold_mid, scale_of, shaped, size
 from ._config import Config, Value
@@ -22,6 +23,9 @@ def shape(shapes: Shapes, settings: Settings) -> Shape:
     """(out, in, kernel…) as the parts tell it: the kernel is that of `mid`, else of `down`."""
     kernel = shapes["mid"][2:] if "mid" in shapes else shapes["down"][2:]
     out, in_ = shapes["up"][0], shapes["down"][1]
+    joint = shapes.get("mid", (shapes["down"][0], shapes["down"][0]))
+    if (shapes["up"][1], shapes["down"][0]) != tuple(joint[:2]):
+        raise MergeError(f"its parts have different ranks: up {shapes['up'][1]}, down {shapes['down'][0]}")
     return (in_, out) if settings.get("fan_in_fan_out") else (out, in_, *kernel)
 
 

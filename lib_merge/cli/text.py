@@ -97,7 +97,8 @@ def describe_plan(plan: Plan) -> str:
             lines.append(f"  hint: {problem.hint}")
     for entry in plan_dict(plan)["steps"][:_SHOWN_STEPS]:
         values = " ".join(f"{name}={value}" for name, value in entry["params"].items())
-        detail = " ".join(part for part in (entry["method"] or "", values, entry["reason"]) if part)
+        loras = " ".join(f"{item['lora']}@{item['strength']:g}" for item in entry.get("loras", ()))
+        detail = " ".join(part for part in (entry["method"] or "", values, loras, entry["reason"]) if part)
         lines.append(f"  {entry['action']:7} {entry['dtype']:7} {entry['key']}  {detail}")
     if len(plan.steps) > _SHOWN_STEPS:
         lines.append(f"  … and {len(plan.steps) - _SHOWN_STEPS} more (--json lists all)")
