@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from . import families
 from .adapters import FORMATS, Adapter, Piece, read
 from .errors import MergeError
 from .files.companion import adapter_config
 from .files.source import Source
+from .lazy import np
 
 # Metadata that names what to write into a prompt: text with commas, or a JSON list.
 _TRIGGERS = (

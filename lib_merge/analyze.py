@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +51,8 @@ class Comparison:
 
     def header(self) -> dict[str, str]:
         """What the top of an HTML report says of it."""
+        from importlib.metadata import version  # here: it takes a while to load, and only reports need it
+
         models = {f"model {slot}": _described(model) for slot, model in self.summary["models"].items()}
         return {**models, "versions": f"lib_merge {__version__}, torch {version('torch')}"}
 

@@ -13,14 +13,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .adapters import FORMATS
 from .errors import FileError, NumberError
 from .files.dtypes import DTYPES, is_float
 from .files.source import Source
 from .kernels.measure import bits_finite
-from .lazy import torch
+from .lazy import np, torch
 from .steps import Baked, Change, sliced_roles
 from .tiles import bake_rows
 

@@ -10,22 +10,20 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .errors import CancelledError
 from .events import CancelToken, OnProgress, Progress
 from .files.dtypes import DTYPES
 from .files.source import Source
 from .kernels.measure import BLOCK, all_finite, bits_finite, dot
-from .lazy import torch
+from .lazy import np, torch
 from .pairs import Pair, slots
 from .quant.fp8 import scaled
 from .tiles import MEASURED
 
 if TYPE_CHECKING:
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     from torch import Tensor
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _BEAT_S = 0.1
 # Elements of all models together that a thread holds: where there are many models its tiles become smaller.

@@ -9,8 +9,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import families
 from .adapter_facts import adapter_facts
 from .files.companion import adapter_path
@@ -19,6 +17,7 @@ from .files.hashes import HashCache
 from .files.open import open_model
 from .files.source import Source
 from .kernels.measure import bits_finite
+from .lazy import np
 from .quant.coded import coded_tensors
 from .quant.fp8 import scales_of
 from .recipe import METADATA_KEY

@@ -1,4 +1,4 @@
-"""torch, imported at first use: commands that only read headers answer at once and never load it."""
+"""torch and numpy, imported at first use: commands that only read headers answer at once and load neither."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class LazyModule(ModuleType):
 
 
 if TYPE_CHECKING:
+    import numpy
+
+    np = numpy
     import torch as torch
 else:
+    np = LazyModule("numpy")
     torch = LazyModule("torch")

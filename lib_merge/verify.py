@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import recipe as recipes
 from .catalog import Catalog, PathLike, model_hash, search
 from .engine import Options, carry_out
@@ -24,6 +22,7 @@ from .files.sidecar import compared_sidecar
 from .files.source import Source
 from .kernels.measure import bits_finite
 from .kernels.registry import method
+from .lazy import np
 from .lora import TASKS, differing
 from .plan import Plan, default_threads, make_plan
 from .recipe import METADATA_KEY, Recipe

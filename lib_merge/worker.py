@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from .baking import Baking
 from .buffers import Buffer
 from .errors import NumberError
@@ -19,7 +17,7 @@ from .kernels.measure import all_finite
 from .kernels.random import draws
 from .kernels.registry import Method, method
 from .kernels.rounding import to_odd
-from .lazy import torch
+from .lazy import np, torch
 from .operands import Operands, Program, Tile
 from .quant.fp8 import scaled
 from .steps import Baked, Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored

@@ -6,9 +6,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..lazy import torch
+from ..lazy import np, torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

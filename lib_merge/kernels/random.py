@@ -10,9 +10,7 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..lazy import torch
+from ..lazy import np, torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

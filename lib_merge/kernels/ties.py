@@ -10,9 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from ..lazy import torch
+from ..lazy import np, torch
 from .arithmetic import as_bits, chosen_or, mask_below, step_towards
 from .dare_enhanced import add_shares, keep_share, largest, largest_change
 from .random import STEPS, threshold

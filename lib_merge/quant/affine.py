@@ -18,10 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..errors import NumberError
-from ..lazy import torch
+from ..lazy import np, torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,9 +29,9 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
 SCALE_DTYPES = ("BF16", "F16", "F32")
 
-_SMALLEST_SCALE = np.float32(1e-7)
+_SMALLEST_SCALE = 1e-7
 # One step below 1/2: adding it and cutting off the fraction rounds halves away from zero, and nothing else up.
-_HALF = np.float32(np.nextafter(np.float32(0.5), np.float32(0)))
+_HALF = 0.5 - 2.0**-25
 _PER_WORD = 8  # codes that are packed together: 8 codes fill `bits` bytes
 
 

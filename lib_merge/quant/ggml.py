@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from ..errors import NumberError
+from ..lazy import np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,9 +11,8 @@ import math
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
-
 from ..files.sink import FileSink, OutPart
+from ..lazy import np
 
 SHRINK = 16
 _SPREAD, _DRIFT = 0.02, 0.002
