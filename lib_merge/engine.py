@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import CancelledError
+from .crew import Crew
 from .events import CancelToken, OnProgress, Progress, Stage
 from .files.dtypes import nbytes
 from .files.source import Source
 from .kernels.registry import Measure, method
-from .lazy import torch
 from .operands import Tile
 from .plan import Plan
 from .steps import Baked, Merged, Step, Stored
@@ -20,7 +19,6 @@ from .tiles import MEASURED, PIECE, TILE, cut, keep_elements, kept
 from .worker import Sink, Watch, Worker
 
 _COPY_BYTES = 64 << 20
-_BEAT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,18 +79,14 @@ def carry_out(plan: Plan, sink: Sink, options: Options, stage: Stage, watch: Wat
         NumberError, FileError, OutputError: the first that occurred; work in other threads has ended.
         CancelledError: it was asked for.
     """
-    crew = _Crew(plan, sink, options, watch)
-    torch_threads = torch.get_num_threads()
-    try:
-        for jobs in crew.phases():
-            crew.work_through(jobs, stage)
-    finally:
-        torch.set_num_threads(torch_threads)  # torch hands a worker's setting on to threads that start later
-    options.on_progress(Progress(stage, crew.total_bytes, crew.total_bytes))
-    return crew.saturated
+    work = _Work(plan, sink, options, watch)
+    for jobs in work.phases():
+        work.work_through(jobs, stage)
+    options.on_progress(Progress(stage, work.total_bytes, work.total_bytes))
+    return work.saturated
 
 
-class _Crew:
+class _Work:
     """The work lists and what the threads have come to."""
 
     def __init__(self, plan: Plan, sink: Sink, options: Options, watch: Watch | None) -> None:
@@ -103,11 +97,8 @@ class _Crew:
         self._measured_tile = min(options.tile, MEASURED)
         self._measures: dict[str, list[Any]] = {}
         self._parts: dict[str, dict[int, Any]] = {}
-        self._jobs: Iterator[Job] = iter(())
         self._key = ""
         self._done_bytes = 0
-        self._error: BaseException | None = None
-        self._stopped = False
         self.saturated = 0
         self._big = [step for step in plan.steps if step.measured and not (step.whole or kept(step, options.threads))]
         passes = sum(nbytes(step.dtype, step.numel) * len(_measures_of(step)) for step in self._big)
@@ -126,43 +117,19 @@ class _Crew:
 
     def work_through(self, jobs: Iterator[Job], stage: Stage) -> None:
         """Do all jobs with a few threads and tell about progress meanwhile."""
-        self._jobs = jobs
-        count = self._options.threads
-        threads = [threading.Thread(target=self._work, name=f"lib_merge-{n}", daemon=True) for n in range(count)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(_BEAT_S)
-                    self._options.on_progress(Progress(stage, self._done_bytes, self.total_bytes, self._key))
-        finally:  # an interrupt of the calling thread ends here too: no thread may outlive the sink
-            self._stopped = self._stopped or any(thread.is_alive() for thread in threads)
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-        if self._error is not None:
-            raise self._error
-        if self._options.cancel.cancelled:
-            raise CancelledError("the run was stopped", hint="nothing was written under the output's name")
 
-    def _work(self) -> None:
-        """Take jobs until there are none, one failed, or the run was stopped."""
-        torch.set_num_threads(1)
-        keep = keep_elements(self._options.threads)
-        options = self._options
+        def beat() -> None:
+            self._options.on_progress(Progress(stage, self._done_bytes, self.total_bytes, self._key))
+
+        Crew(jobs, self._worker, threads=self._options.threads, beat=beat, cancel=self._options.cancel).run()
+
+    def _worker(self) -> Callable[[Job], None]:
+        """What does a job, for one thread."""
+        keep, options = keep_elements(self._options.threads), self._options
         worker = Worker(
             self._plan.sources, self._sink, self._measured_tile, keep, self._turn, self._watch, options.device
         )
-        try:
-            while (job := self._next()) is not None:
-                self._do(worker, job)
-        except BaseException as error:
-            with self._lock:
-                self._error = self._error or error
-                self._stopped = True
-        with self._lock:
-            self.saturated += worker.saturated
+        return lambda job: self._do(worker, job)
 
     def _do(self, worker: Worker, job: Job) -> None:
         if isinstance(job, Copy):
@@ -178,6 +145,9 @@ class _Crew:
         else:
             worker.run(job, self._measures.get(job.step.key, ()))
             self._count(job.step, nbytes(job.step.dtype, job.high - job.low))
+            with self._lock:
+                self.saturated += worker.saturated
+            worker.saturated = 0
 
     def _collect(self, job: Part, part: Any) -> None:
         """Keep a tile's part; the last one of a tensor turns them into its measure."""
@@ -191,10 +161,6 @@ class _Crew:
             with self._lock:
                 del self._parts[key]
                 self._measures.setdefault(key, []).append(measure)
-
-    def _next(self) -> Job | None:
-        with self._lock:
-            return None if self._stopped or self._options.cancel.cancelled else next(self._jobs, None)
 
     def _count(self, step: Step, count: int) -> None:
         with self._lock:
