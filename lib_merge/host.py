@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -21,6 +22,8 @@ Kind = Literal["checkpoint", "lora", "vae"]
 _VAE_NAME = re.compile(r"\.vae\.[a-z]+$", re.IGNORECASE)
 # What hosts add to a model's name in their lists: `name [3f9c1e07ab]`.
 _TITLE_HASH = re.compile(r" \[[0-9a-f]{8,64}\]$")
+
+LISTED_S = 3.0
 
 Following = Callable[[str, CancelToken, OnProgress], AbstractContextManager[OnProgress]]
 
@@ -55,10 +58,19 @@ class Host:
     gpu: Callable[[], AbstractContextManager[None]] = nullcontext
     generators: bool = True
     threads: int | None = None
+    _listed: dict[Kind, tuple[float, Models]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def models(self, kind: Kind) -> Models:
-        """The models of a kind that are there now."""
-        return Models(self.folders(kind), self.single_files(kind), kind)
+        """The models of a kind, as the folders were at most `LISTED_S` ago: large ones on a slow disk take a while."""
+        listed = self._listed.get(kind)
+        if listed is None or time.monotonic() - listed[0] > LISTED_S:
+            models = Models(self.folders(kind), self.single_files(kind), kind)
+            listed = self._listed[kind] = time.monotonic(), models
+        return listed[1]
+
+    def look_again(self) -> None:
+        """The next question for models looks at the folders anew."""
+        self._listed.clear()
 
     def save_folders(self, kind: Kind) -> dict[str, Path]:
         """Folders a result may be saved to, by the name they are shown under, the usual one first."""

@@ -148,3 +148,13 @@ def test_standalone(tmp_path):
     assert standalone([checkpoints]).models("lora").names == ["a.safetensors"]
     assert standalone([checkpoints]).target("checkpoint", "", "n") == checkpoints / "n"
     assert standalone([Path("c")]).target("checkpoint", "", "n").is_absolute()
+
+
+def test_lists_are_kept_for_a_moment_and_looked_up_anew_when_asked(tmp_path):
+    model(tmp_path / "a.safetensors")
+    saving = host(tmp_path)
+    assert saving.models("checkpoint").names == ["a.safetensors"]
+    model(tmp_path / "b.safetensors")
+    assert saving.models("checkpoint").names == ["a.safetensors"]
+    saving.look_again()
+    assert saving.models("checkpoint").names == ["a.safetensors", "b.safetensors"]

@@ -166,13 +166,18 @@ def request(task: Task, values: Values, host: Host) -> Request:
     wrong: dict[str, MergeError] = {}
     files = _files(task, values, host, wrong)
     fields: dict[str, Any] = {}
+    params: dict[str, Value] = {}
     for field in task.fields:
         if field.name in _READERS:
             with _noted(wrong, field.name):
                 fields[field.name] = _READERS[field.name](values, task)
+    method = task.method(values)
+    for param in method.params if method else ():
+        with _noted(wrong, param.name):
+            params[param.name] = _number(param, values[param.name])
     if wrong:
         raise FormError(wrong)
-    recipe = _recipe(task, values, files, fields)
+    recipe = _recipe(task, values, files, fields | ({"params": params} if params else {}))
     with _noted(wrong, NAME):
         target = host.target(task.writes, values.get(FOLDER) or "", _file_name(task, values, files))
     if wrong:
@@ -215,7 +220,6 @@ def _recipe(task: Task, values: Values, files: Mapping[str, Path], fields: dict[
     return Recipe(
         task=task.id,
         method=method.id if method else None,
-        params={param.name: _number(param, values[param.name]) for param in method.params} if method else {},
         models=models,
         vae=Slot(file=files["vae"].name) if "vae" in files else None,
         output=Output(**output),
@@ -224,7 +228,16 @@ def _recipe(task: Task, values: Values, files: Mapping[str, Path], fields: dict[
 
 
 def _number(param: Param, value: Any) -> Value:
-    return bool(value) if isinstance(param.default, bool) else float(value)
+    """The value of a parameter; its limits are the plan's to check.
+
+    Raises:
+        RecipeError: the entry is empty or no number.
+    """
+    if isinstance(param.default, bool):
+        return bool(value)
+    if not isinstance(value, (int, float)):
+        raise RecipeError("type a number", hint=param.range)
+    return float(value)
 
 
 def _is_slot(field: Field) -> bool:
@@ -238,7 +251,7 @@ def _read_blocks(values: Values, task: Task) -> dict[str, dict[str, Value]]:
 
 def _read_seed(values: Values, task: Task) -> int:
     value = values["seed"]
-    if value in (None, "") or not math.isfinite(float(value)) or int(value) != float(value):
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or int(value) != value:
         raise RecipeError("the seed must be a whole number")
     return int(value)
 

@@ -190,7 +190,9 @@ class MergePage:
         return {**notes, self._plan: card, name_field: gr.update(placeholder=plan.output.name)}
 
     def _note_of(self, made: TaskForm, name: str) -> Any:
-        return made.notes.get(name, self._name_note)
+        """The line below the entry of that name; the parameters share one."""
+        place = "params" if name in made.task.params else name
+        return made.notes.get(place, self._name_note)
 
     def _begin(self, raw: Sequence[Any]) -> Run | Updates:
         """Start a run, or say below each field what is wrong with it."""
@@ -267,6 +269,7 @@ class MergePage:
 
     def _refreshed(self, *raw: Any) -> Updates:
         """Lists of models as the folders are now; what was chosen stays chosen as long as it is there."""
+        self._host.look_again()
         made, values = self._read(raw)
         lists: Updates = {}
         for other in self._forms.values():

@@ -12,7 +12,7 @@ from ..errors import MergeError
 from ..host import Host
 from . import cards, gr_compat, widgets
 from .facts import Facts, facts
-from .form import Field, Task
+from .form import NAME, Field, Task
 from .widgets import Widget, element
 
 _MORE = "More options"
@@ -56,6 +56,7 @@ class TaskForm:
         )
         for param in self.task.params.values():
             self._add(widgets.parameter(self.task, param, method))
+        self._note("params")
 
     def _section(self, title: str, fields: Sequence[Field]) -> None:
         name = title.lower().replace(" ", "_")
@@ -74,12 +75,12 @@ class TaskForm:
 
     def label(self, name: str) -> str:
         """What people call an entry."""
-        return next((field.label for field in self.task.fields if field.name == name), "Name of the result")
+        labels = {field.name: field.label for field in self.task.fields} | {NAME: "Name of the result"}
+        return labels.get(name, name)
 
     def _help(self, name: str) -> str:
         """What stands below a field; entries other than models show it above themselves."""
-        field = self.task.field(name)
-        return field.help if field.kind == "model" else ""
+        return next((field.help for field in self.task.fields if field.name == name and field.kind == "model"), "")
 
     def choose_method(self, values: Mapping[str, Any]) -> Updates:
         """Captions, ranges and defaults of the method that was chosen; models that it does not need disappear."""

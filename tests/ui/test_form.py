@@ -125,6 +125,7 @@ def test_models_of_a_recipe_are_found_by_their_contents_first(host, tmp_path):
         ({"method": "triple_sum", "beta": 0.5}, "C", "choose a model"),
         ({"blocks": "IN00=x"}, "blocks", "cannot read"),
         ({"blocks": "1, 2, 3"}, "blocks", "3 numbers"),
+        ({"alpha": None}, "alpha", "type a number"),
         ({"seed": None}, "seed", "whole number"),
         ({"seed": 1.5}, "seed", "whole number"),
         ({"name": "../x"}, "name", "leads out"),

@@ -11,7 +11,7 @@ BLOCKS = Field(
     "blocks",
     "Block weights",
     "lines",
-    "as BASE=0, IN00-IN05=0.2, M00=0.5, OUT=0.7, or a list of 12, 17, 20, 26 or 61 numbers; empty: all alike",
+    "as BASE=0, IN00-IN05=0.2, OUT=0.7, a shape (gradient_up), or 12, 17, 20, 26 or 61 numbers; empty: all alike",
     section="Block weights",
 )
 EXCLUDE = Field("exclude", "Keep A's values where the name matches", "lines", "regular expressions, one a line")
