@@ -45,6 +45,16 @@ def test_without_gradio_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     assert "pip install 'lib_merge[app]'" in capsys.readouterr().err
 
 
+def test_the_folders_of_a_web_ui(tmp_path):
+    from lib_merge.cli.serving import _folders
+
+    for name in ("Stable-diffusion", "Lora"):  # it has no VAE yet
+        (tmp_path / "models" / name).mkdir(parents=True)
+    own = tmp_path / "models"
+    found = _folders(["mine"], [], str(tmp_path))
+    assert found == {"checkpoint": [Path("mine"), own / "Stable-diffusion"], "lora": [own / "Lora"], "vae": []}
+
+
 @pytest.fixture
 def served(tmp_path):
     """Starts the command; gives its address once it has printed it."""

@@ -37,9 +37,7 @@ def _app(
 ) -> None:
     """Open the Merge tab in a browser, without a web UI around it."""
     user = _auth(auth, listen)
-    folders = {"checkpoint": [*map(Path, checkpoints)], "lora": [*map(Path, loras)], "vae": []}
-    for kind, place in _WEBUI.items() if webui else ():
-        folders[kind].append(_existing(Path(webui or "", place)))
+    folders = _folders(checkpoints, loras, webui)
     if demo:
         folders["checkpoint"].append(_demo_models(Path(output or "lib_merge_demo")))
     if not folders["checkpoint"]:
@@ -51,6 +49,16 @@ def _app(
     target = _existing(Path(output)) if output else None
     host = standalone(folders["checkpoint"], folders["lora"], folders["vae"], target)
     _serve(host, listen, user, port)
+
+
+def _folders(checkpoints: Sequence[str], loras: Sequence[str], webui: str | None) -> dict[str, list[Path]]:
+    """Kind of model -> folders; a web UI must have one for checkpoints, the others may be missing."""
+    folders = {"checkpoint": [*map(Path, checkpoints)], "lora": [*map(Path, loras)], "vae": []}
+    if webui is not None:
+        _existing(Path(webui, _WEBUI["checkpoint"]))
+        for kind, place in _WEBUI.items():
+            folders[kind] += [folder for folder in [Path(webui, place)] if folder.is_dir()]
+    return folders
 
 
 def _serve(host: Host, listen: bool, auth: tuple[str, str] | None, port: int | None) -> None:
