@@ -161,7 +161,6 @@ def finish(work: Callable[[dict[str, Any]], LoraResult], options: dict[str, Any]
     """Run a command with its common options and print what came of it."""
     as_json, table = options.pop("as_json"), options.pop("report_path")
     options.pop("debug")
-    options.pop("device", None)
     report_path = Path(table) if table else None
     if report_path is not None:
         report_path = report.numbered(report_path) if options["number"] else report_path

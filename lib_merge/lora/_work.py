@@ -142,6 +142,8 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
         MergeError: the run failed; nothing stands under the target's name that was not there before.
     """
     start = time.perf_counter()
+    if how.device != "cpu":
+        work.problems.append(Problem("warning", f"LoRAs are made on the CPU; {how.device} is not used"))
     _refuse(work, how)
     _output.check_target(target, {slot: source.path for slot, source in work.sources.items()}, work.nbytes, how)
     if how.dry_run:
