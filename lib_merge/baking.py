@@ -69,8 +69,7 @@ class _Sliced:
         change, form = self.change, FORMATS[self.change.format]
         first = low + (change.place.part[0] if change.place.part else 0)
         read = {
-            role: load_part(self.source, change.keys[role], self.number, first, len(values)).to(values.device)
-            for role in self.sliced
+            role: load_part(self.source, change.keys[role], self.number, first, len(values)) for role in self.sliced
         }
         parts, shape = {**self.parts, **read}, (len(values), *change.shape[1:])
         if form.stage == "replace":
@@ -107,20 +106,19 @@ _Term = _Product | _Matrix | _Sliced | _Computed
 
 
 class Baking:
-    """The changes of one tensor, their parts loaded once.
+    """The changes of one tensor, their parts loaded once; computed on the CPU.
 
     Args:
         node: what is baked.
         sources: slot path -> input.
         number: dtype of the arithmetic, float32 or float64.
-        device: torch's name of where it is done.
 
     Raises:
         NumberError: a part holds a value that is not finite.
     """
 
-    def __init__(self, node: Baked, sources: Mapping[str, Source], number: torch.dtype, device: str = "cpu") -> None:
-        self._node, self._sources, self._number, self._device = node, sources, number, device
+    def __init__(self, node: Baked, sources: Mapping[str, Source], number: torch.dtype) -> None:
+        self._node, self._sources, self._number = node, sources, number
         self._others: dict[str, list[Change]] = defaultdict(list)
         terms = []
         for change in sorted(node.changes, key=_stage):
@@ -212,7 +210,7 @@ class Baking:
         return {role: self._part(change, role) for role in change.keys}
 
     def _part(self, change: Change, role: str) -> Tensor:
-        return load_part(self._sources[change.slot], change.keys[role], self._number).to(self._device)
+        return load_part(self._sources[change.slot], change.keys[role], self._number)
 
 
 def _stage(change: Change) -> int:

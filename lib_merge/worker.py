@@ -214,7 +214,7 @@ class Worker:
     def _bake(self, tile: Tile, node: Baked) -> None:
         """Compute and write a whole tensor with LoRAs, in blocks of rows where they allow it."""
         step, watch = tile.step, self._watch
-        baking = Baking(node, self._sources, tile.number, self._device)
+        baking = Baking(node, self._sources, tile.number)
         size = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
         base = self._program(node.base, replace(tile, high=min(size, step.numel)), examined=True)
         for low in range(0, step.numel, size):
@@ -233,7 +233,7 @@ class Worker:
         def bake(low: int, count: int) -> Tensor:
             values = base(low, count).cpu()
             if count:
-                Baking(node, self._sources, tile.number, self._device).apply(values.view(-1, node.columns), 0)
+                Baking(node, self._sources, tile.number).apply(values.view(-1, node.columns), 0)
             if not all_finite(values):
                 file = next((self._sources[change.slot].path for change in node.changes), None)
                 raise NumberError("a LoRA gives values that are not finite", file=file, tensor=tile.step.key)
