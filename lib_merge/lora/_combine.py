@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..adapters import FORMATS
 from ..adapters._algebra import scale_of
+from ..adapters._config import Value
 from ..errors import RecipeError
 from ..kernels import lowrank
 from ..lazy import torch
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+
+# Convolutions of a UNet, all 3×3: LoHa and LoKr store them flat.
+_3X3 = re.compile(r"(?:[._]conv[12]?|conv_in|conv_out|[._]0[._]op|in_layers[._]2|out_layers[._]3)$")
 
 
 def combine(group: Group, ranks: Ranks, kernel: Shape | None = None) -> Module:
@@ -63,7 +68,7 @@ def _alone(group: Group, ranks: Ranks) -> Module | None:
     rank = term.piece.rank or 1
     if not ranks.everything and (ranks.auto or rank > min(ranks.rank or rank, ranks.max_rank or rank)):
         return None
-    if "mid" in term.piece.keys or term.piece.settings.get("fan_in_fan_out"):
+    if "mid" in term.piece.keys:
         return None
     parts = term.input.parts(term.piece)
     scale = scale_of(parts, term.piece.settings, rank)
@@ -80,7 +85,12 @@ def _product(term: Term) -> tuple[Tensor, Tensor] | None:
     format = FORMATS[term.piece.format]
     if format.factors is None:
         return None
-    return format.factors(term.input.parts(term.piece), term.piece.settings)
+    return format.factors(term.input.parts(term.piece), _own_way(term))
+
+
+def _own_way(term: Term) -> dict[str, Value]:
+    """A piece's settings with its factors as PEFT stores them, [out, in], also where the base is stored [in, out]."""
+    return {name: value for name, value in term.piece.settings.items() if name != "fan_in_fan_out"}
 
 
 def _whole(group: Group) -> Module:
@@ -100,13 +110,16 @@ def _whole(group: Group) -> Module:
 
 def _shape(term: Term) -> Shape | None:
     format = FORMATS[term.piece.format]
-    return format.shape(term.input.shapes(term.piece), term.piece.settings) if format.shape else None
+    return format.shape(term.input.shapes(term.piece), _own_way(term)) if format.shape else None
 
 
 def _kernel(group: Group) -> Shape:
     """(in, kernel…) of the first term that tells a convolution; empty where none does."""
-    shapes = (_shape(term) for term in group.terms)
-    return next((shape[1:] for shape in shapes if shape and len(shape) > 2), ())
+    shapes = [shape for term in group.terms if (shape := _shape(term))]
+    told = next((shape[1:] for shape in shapes if len(shape) > 2), ())
+    if not told and shapes and _3X3.search(group.stem) and shapes[0][1] % 9 == 0:
+        return shapes[0][1] // 9, 3, 3
+    return told
 
 
 def _rows(group: Group, counts: Sequence[int]) -> int:

@@ -51,6 +51,8 @@ class Group:
     @property
     def style(self) -> str:
         """How the parts are called: as in the first LoRA, `kohya` where that has no low-rank parts."""
+        if self.terms[0].piece.format == "embedding":
+            return "embedding"
         ends = [key for key in self.terms[0].piece.keys.values() if key.endswith(_PEFT_ENDS)]
         return "peft" if ends else "kohya"
 

@@ -52,6 +52,7 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
         raise RecipeError("there is no LoRA to merge", hint="name at least one file")
     dtype = dtype_name(recipe.output.save_dtype, widest(inputs))
     problems = _notes(inputs)
+    _refuse_experts(inputs)
     if method in COMPATIBLE:
         made = compatible_jobs(method, grouped(inputs), recipe)
         return Work(recipe, sources, inputs, made, dtype, unused=_unused(inputs), problems=problems, in_order=True)
@@ -115,6 +116,18 @@ def _notes(inputs: Sequence[Input]) -> list[Problem]:
         what = f"{one.lora.file} is for {one.found.name}, {other.lora.file} for {other.found.name}"
         found.append(Problem("error", what, str(other.path), hint="merge LoRAs of one family"))
     return found
+
+
+def _refuse_experts(inputs: Sequence[Input]) -> None:
+    for item in inputs:
+        for piece in item.adapter.pieces:
+            if piece.format == "moe":
+                raise RecipeError(
+                    f"{_label(piece)} cannot be merged into one LoRA",
+                    file=item.path,
+                    tensor=piece.keys["down"],
+                    hint="bake the LoRAs into the checkpoint instead",
+                )
 
 
 def _refuse_bases(inputs: Sequence[Input]) -> None:

@@ -25,7 +25,7 @@ class Module:
     Attributes:
         stem: its name.
         param: which parameter.
-        style: how parts are called: `kohya` (with alpha) or `peft` (without).
+        style: how parts are called: `kohya` (with alpha), `peft` or `embedding` (without; PEFT's other names).
         component: unet, te1 …
         up: [out, r], None where the change is stored whole.
         down: [r, in·k].
@@ -61,6 +61,8 @@ class Module:
         if self.up is None or self.down is None:
             assert self.whole is not None
             return {self.stem + _DIFF.get(self.param, f".{self.param}.diff"): self.whole}
+        if self.style == "embedding":
+            return {f"{self.stem}.lora_embedding_A": self.up.T, f"{self.stem}.lora_embedding_B": self.down.T}
         up_end, down_end = _UP_DOWN[self.style]
         rank = self.down.shape[0]
         kernel = self.kernel if math.prod(self.kernel) == self.down.shape[1] else ()

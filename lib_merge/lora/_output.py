@@ -44,7 +44,13 @@ class Stored:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors.values())
 
 
-def stored(modules: Sequence[Module], dtype: str, kept: Mapping[str, tuple[str, Tensor]], saturated: int) -> Stored:
+def stored(
+    modules: Sequence[Module],
+    dtype: str,
+    kept: Mapping[str, tuple[str, Tensor]],
+    saturated: int = 0,
+    fan_in_fan_out: bool = False,
+) -> Stored:
     """The modules' tensors by key.
 
     Args:
@@ -52,6 +58,7 @@ def stored(modules: Sequence[Module], dtype: str, kept: Mapping[str, tuple[str, 
         dtype: safetensors name of their dtype.
         kept: tensors that are handed on as they are.
         saturated: values that rounding cut.
+        fan_in_fan_out: the base stores its weights as [in, out].
 
     Raises:
         RecipeError: two modules have the same name.
@@ -62,15 +69,15 @@ def stored(modules: Sequence[Module], dtype: str, kept: Mapping[str, tuple[str, 
             if key in tensors or key in kept:
                 raise RecipeError("two modules of the result have the same name", tensor=key)
             tensors[key] = ("F32" if key.endswith(".alpha") else dtype, tensor.contiguous())
-    return Stored({**tensors, **kept}, _peft_config(modules), saturated)
+    return Stored({**tensors, **kept}, _peft_config(modules, fan_in_fan_out), saturated)
 
 
-def _peft_config(modules: Sequence[Module]) -> dict[str, Any] | None:
+def _peft_config(modules: Sequence[Module], fan_in_fan_out: bool) -> dict[str, Any] | None:
     """What PEFT needs to load the modules: ranks by module; alpha is the rank, so that the scale is 1."""
     ranks = {
         module.stem.removeprefix(PEFT_STEM): module.rank
         for module in modules
-        if module.rank is not None and module.style == "peft" and module.stem.startswith(PEFT_STEM)
+        if module.rank is not None and module.style != "kohya" and module.stem.startswith(PEFT_STEM)
     }
     if not ranks:
         return None
@@ -84,7 +91,7 @@ def _peft_config(modules: Sequence[Module]) -> dict[str, Any] | None:
         "alpha_pattern": others,
         "target_modules": sorted(ranks),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": fan_in_fan_out,
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,

@@ -151,7 +151,7 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     modules, saturated = compute(work, how)
     if not modules and not work.kept:
         raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
-    result = _output.stored(modules, work.dtype, work.kept, saturated)
+    result = _output.stored(modules, work.dtype, work.kept, saturated, _swapped(work))
     hashes = _hashes(work, how)
     metadata = _metadata.build(work.recipe, work.inputs, modules, result, work.sources, hashes, how.keep_recipe)
     _check_unchanged(work.sources)
@@ -165,7 +165,12 @@ def compute_stored(work: Work, how: Running) -> _output.Stored:
     """The tensors of the result, without writing them."""
     _refuse(work, how)
     modules, saturated = compute(work, how)
-    return _output.stored(modules, work.dtype, work.kept, saturated)
+    return _output.stored(modules, work.dtype, work.kept, saturated, _swapped(work))
+
+
+def _swapped(work: Work) -> bool:
+    """Whether the LoRAs are for a base that stores its weights as [in, out]."""
+    return any(piece.settings.get("fan_in_fan_out") for item in work.inputs for piece in item.adapter.pieces)
 
 
 def compute(work: Work, how: Running) -> tuple[list[Module], int]:

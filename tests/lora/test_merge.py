@@ -338,3 +338,46 @@ def test_a_value_beyond_fp16_stops_the_run(tmp_path):
     save_file(tensors, a)
     with pytest.raises(MergeError, match="does not fit fp16"):
         merge_loras(a, out=tmp_path / "out.safetensors", save_dtype="fp16")
+
+
+@pytest.mark.parametrize("name", ["peft_gpt2_conv1d", "peft_embedding"])
+@pytest.mark.parametrize("rank", [None, 3])
+def test_peft_s_other_ways_to_store_factors_are_kept(tmp_path, name, rank):
+    case, out = golden.load(name), tmp_path / "out"
+    merge_loras((golden.ROOT / name, 0.5), (golden.ROOT / name, 0.25), out=out, rank=rank)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["fan_in_fan_out"] == (name == "peft_gpt2_conv1d")
+    weights = out / "adapter_model.safetensors"
+    adapter, tensors = golden.read(*golden.header(weights), config), load_file(weights)
+    before = {piece.stem: piece for piece in case.adapter.pieces}
+    formats = {stem: piece.format for stem, piece in before.items()}
+    assert {piece.stem: piece.format for piece in adapter.pieces} == formats
+    for piece in adapter.pieces:
+
+        def delta(piece, tensors):
+            up, down = golden.FORMATS[piece.format].factors(golden.parts_of(piece, tensors), piece.settings)
+            return up @ down
+
+        want = 0.75 * delta(before[piece.stem], case.tensors)
+        s = torch.linalg.svdvals(want)
+        best = float((s[rank:] ** 2).sum().sqrt() / s.norm()) if rank else 0.0
+        assert abs(relative(delta(piece, tensors), want) - best) <= 1e-5
+
+
+def test_flat_convolutions_get_their_kernel_back(tmp_path):
+    merge_loras(golden.ROOT / "loha_conv" / "adapter.safetensors", out=tmp_path / "out.safetensors")
+    tensors = load_file(tmp_path / "out.safetensors")
+    assert tensors["lora_unet_down_blocks_0_resnets_0_conv1.lora_down.weight"].shape == (9, 20, 3, 3)
+    assert tensors["lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight"].shape == (9, 24)
+
+
+def test_loras_on_stacked_experts_are_refused_by_name(tmp_path):
+    folder = tmp_path / "moe"
+    folder.mkdir()
+    stem = "base_model.model.model.layers.0.mlp.experts"
+    factors = {f"{stem}.lora_A.weight": torch.ones(6, 4), f"{stem}.lora_B.weight": torch.ones(5, 6)}
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_parameters": ["mlp.experts.down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(MergeError, match="stacked experts"):
+        merge_loras(folder, out=tmp_path / "out")
