@@ -95,7 +95,7 @@ def choose(plan: FoldPlan, asked: str = AUTO) -> Choice:
         groups += same.numel()
     shares = {name: count / groups for name, count in equal.items()}
     best = max(shares, key=lambda name: shares[name])  # the first of equals
-    return Choice(best, asked != AUTO, groups, shares)
+    return Choice(best, asked in names, groups, shares)
 
 
 def _sample(modules: Sequence[Module]) -> Iterator[Rows]:

@@ -142,6 +142,14 @@ def test_a_report_tells_kinds_and_steps(pair):
     )
 
 
+def test_a_rounding_of_mlx_does_not_apply(pair):
+    ship(pair, "Q8_0")
+    fold(pair, pair.adapter(), "plain.gguf")
+    made = fold(pair, pair.root / "adapter", rounding="away")
+    assert (made.rounding.rounding, made.rounding.asked) == ("", False)
+    assert (pair.root / "out.gguf").read_bytes() == (pair.root / "plain.gguf").read_bytes()
+
+
 def test_the_output_is_named_as_a_gguf_file(pair):
     ship(pair, "Q8_0")
     with pytest.raises(PlanError, match=r"must end in \.gguf"):
