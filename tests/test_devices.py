@@ -14,12 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lib_merge
 from lib_merge import RecipeError, devices
 from lib_merge.cli import main
+from lib_merge.kernels import scratch
 from lib_merge.kernels.registry import all_methods
 from lib_merge.verify import ulp_distance
 from tests.kernels.applying import generic, named, settings
 from tests.support import read_raw, values, write
 
 METHODS = list(all_methods())
+
+
+@pytest.fixture
+def own_scratch():
+    """Tensors made in the fake mode must not stay in the memory that methods keep: other tests would use them."""
+    scratch._scalar.cache_clear()
+    yield
+    scratch._scalar.cache_clear()
+    scratch._ROOMS.memory.clear()
+    scratch._ROOMS.last.clear()
+
+
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
 
@@ -91,7 +104,7 @@ _NEED_CONTENTS = {
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - _NEED_CONTENTS))
-def test_nothing_of_the_cpu_is_mixed_in_on_a_device(method):
+def test_nothing_of_the_cpu_is_mixed_in_on_a_device(method, own_scratch):
     """Torch's tensors without contents know their device: an operation on those of two devices is an error."""
     chosen = all_methods()[method]
     for params in settings(chosen):
