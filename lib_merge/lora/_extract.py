@@ -122,7 +122,7 @@ def extract_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
         problems.append(
             Problem("warning", f"{len(missing)} tensors of the tuned model are not in the base", tensor=missing[0])
         )
-    work = Work(recipe, sources, (), jobs, job.dtype, rows=job.lost, problems=problems)
+    work = Work(recipe, sources, (), jobs, job.dtype, rows=job.lost, problems=problems, found=found)
     work.unused = tuple(missing)
     return work
 

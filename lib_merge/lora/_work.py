@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CancelledError, FileError, PlanError, Problem, RecipeError
 from ..events import Progress
 from ..execute import Running
+from ..families import Detected, block_of
 from ..files.dtypes import BY_OPTION
 from ..files.open import open_model
 from ..files.source import Source
@@ -47,6 +48,7 @@ class Work:
         rows: what the report says beside the modules.
         problems: warnings and notes.
         nbytes: expected size of the result, 0 where it is not known before.
+        found: the family that the result is for.
         in_order: jobs must run one after the other (random draws of other programs).
     """
 
@@ -60,6 +62,7 @@ class Work:
     rows: list[dict[str, Any]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     nbytes: int = 0
+    found: Detected = field(default_factory=Detected)
     in_order: bool = False
 
 
@@ -142,6 +145,8 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
         MergeError: the run failed; nothing stands under the target's name that was not there before.
     """
     start = time.perf_counter()
+    if work.inputs:
+        work.found = next((item.found for item in work.inputs if item.found.family), work.inputs[0].found)
     if how.device != "cpu":
         work.problems.append(Problem("warning", f"LoRAs are made on the CPU; {how.device} is not used"))
     _refuse(work, how)
@@ -152,6 +157,8 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     if not modules and not work.kept:
         raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
     result = _output.stored(modules, work.dtype, work.kept, saturated, _swapped(work))
+    if how.strict and (late := list(_late(work, result))):
+        raise PlanError([Problem("error", text) for text in late])
     hashes = _hashes(work, how)
     metadata = _metadata.build(work.recipe, work.inputs, modules, result, work.sources, hashes, how.keep_recipe)
     _check_unchanged(work.sources)
@@ -256,7 +263,7 @@ def _result(
         error=math.sqrt(lost / sum(wholes)) if sum(wholes) else 0.0,
         worst=(worst.stem, worst.error) if worst and worst.error else ("", 0.0),
         ranks=counts,
-        rows=[*rows, *sorted(work.rows, key=lambda row: str(row["key"]))],
+        rows=[*rows, *(_full(work, row) for row in sorted(work.rows, key=lambda row: str(row["key"])))],
         sha256=sha256,
         seconds=seconds,
         peak_rss_mb=peak_rss_mb(),
@@ -278,23 +285,37 @@ def _late(work: Work, result: Any) -> Iterator[str]:
 
 
 def _row(module: Module, work: Work) -> dict[str, Any]:
-    """A report row."""
+    """A report row of a module."""
     tensors = module.tensors()
-    return {
-        "key": module.stem,
-        "component": module.component,
-        "action": "merged",
-        "method": work.recipe.method or work.recipe.task,
-        "dtype_out": work.dtype,
-        "shape": list(next(iter(tensors.values())).shape),
-        "numel": sum(tensor.numel() for tensor in tensors.values()),
-        "norm_out": module.size(),
-        "rank": math.nan if module.rank is None else module.rank,
-        "rank_before": math.nan if module.rank_before is None else module.rank_before,
-        "svd_error": module.error,
-        "reason": "",
-        "note": module.note,
-    }
+    return _full(
+        work,
+        {
+            "key": module.stem,
+            "component": module.component,
+            "action": "merged",
+            "method": work.recipe.method or work.recipe.task,
+            "dtype_out": work.dtype,
+            "shape": list(next(iter(tensors.values())).shape),
+            "numel": sum(tensor.numel() for tensor in tensors.values()),
+            "norm_out": module.size(),
+            "rank": math.nan if module.rank is None else module.rank,
+            "rank_before": math.nan if module.rank_before is None else module.rank_before,
+            "svd_error": module.error,
+            "note": module.note,
+        },
+    )
+
+
+_NUMBERS = ("norm_a", "norm_b", "norm_diff", "rel_diff", "cosine", "norm_out", "norm_change", "max_change",
+            "sign_conflict", "rank", "rank_before", "svd_error")  # fmt: skip
+_TEXTS = ("component", "block", "action", "method", "dtype_a", "dtype_b", "dtype_out")
+
+
+def _full(work: Work, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with every column of a report: what does not apply is NaN or empty."""
+    full = {"key": "", **dict.fromkeys(_TEXTS, ""), "shape": [], "numel": 0, **dict.fromkeys(_NUMBERS, math.nan)}
+    block = block_of(str(row["key"]), work.found)
+    return {**full, "reason": "", "note": "", "block": block, **row}
 
 
 def dtype_name(asked: SaveDtype, widest: str) -> str:

@@ -114,3 +114,23 @@ def test_an_extraction_is_verified(tmp_path):
         main(["lora", "extract", str(after), str(before), "-o", str(tmp_path / "lora.safetensors"), "--rank", "3"]) == 0
     )
     assert verify(tmp_path / "lora.safetensors").ok
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".html"])
+def test_reports_of_every_kind(tmp_path, capsys, suffix):
+    after, before = tuned(SD15, tmp_path / "tuned.safetensors")
+    table = tmp_path / f"report{suffix}"
+    words = ["lora", "extract", str(after), str(before), "-o", str(tmp_path / "lora.safetensors"), "--rank", "2"]
+    assert main([*words, "--report", str(table)]) == 0, capsys.readouterr().err
+    text = table.read_text("utf-8")
+    assert "attn2_to_k" in text
+    assert "norm2.weight" in text  # what the LoRA cannot hold
+
+
+def test_strict_stops_where_something_would_be_left_out(tmp_path, capsys):
+    after, before = tuned(SD15, tmp_path / "tuned.safetensors")
+    words = ["lora", "extract", str(after), str(before), "-o", str(tmp_path / "lora.safetensors"), "--strict"]
+    assert main(words) == 1
+    assert "not in the LoRA" in capsys.readouterr().err
+    assert not (tmp_path / "lora.safetensors").exists()
+    assert main([*words, "--store-diffs"]) == 0

@@ -381,3 +381,16 @@ def test_loras_on_stacked_experts_are_refused_by_name(tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(MergeError, match="stacked experts"):
         merge_loras(folder, out=tmp_path / "out")
+
+
+def test_peft_s_names_in_a_single_file_carry_their_scale_in_the_header(tmp_path):
+    out = tmp_path / "out.safetensors"
+    merge_loras((golden.ROOT / "peft_patterns", 0.5), out=out)
+    adapter, tensors, case = golden.read(*golden.header(out)), load_file(out), golden.load("peft_patterns")
+    assert not adapter.needs_alpha
+    before = {piece.stem: piece for piece in case.adapter.pieces}
+    for piece in adapter.pieces:
+        old = before[piece.stem]
+        up, down = golden.FORMATS["lora"].factors(golden.parts_of(piece, tensors), piece.settings)
+        was_up, was_down = golden.FORMATS["lora"].factors(golden.parts_of(old, case.tensors), old.settings)
+        assert relative(up @ down, 0.5 * was_up @ was_down) <= 1e-6
