@@ -5,10 +5,12 @@ No file is opened here, nothing is known of model families or of their names, an
 
 from __future__ import annotations
 
+from ._algebra import scale_of
+from ._config import Value
 from ._grammar import split
 from ._read import Adapter, Piece, lacks_alpha, read
 from ._registry import Format, all_formats
 
-__all__ = ["FORMATS", "Adapter", "Format", "Piece", "lacks_alpha", "read", "split"]
+__all__ = ["FORMATS", "Adapter", "Format", "Piece", "Value", "lacks_alpha", "read", "scale_of", "split"]
 
 FORMATS: dict[str, Format] = all_formats()

@@ -6,9 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..adapters import FORMATS
-from ..adapters._algebra import scale_of
-from ..adapters._config import Value
+from ..adapters import FORMATS, Value, scale_of
 from ..errors import RecipeError
 from ..kernels import lowrank
 from ..lazy import torch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..adapters._algebra import scale_of
+from ..adapters import scale_of
 from ..errors import RecipeError
 from ..kernels import lowrank
 from ..lazy import torch
