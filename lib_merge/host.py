@@ -90,6 +90,8 @@ class Host:
             OutputError: the name is empty or leads out of the folder.
         """
         offered = self.save_folders(kind)
+        if not offered:
+            raise OutputError("there is no folder to save to", hint="make one of those that the host looks through")
         if folder and folder not in offered:
             raise OutputError(f"{folder!r} is no folder to save to", hint=suggestion(folder, list(offered)))
         root = offered[folder] if folder else next(iter(offered.values()))

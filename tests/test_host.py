@@ -110,6 +110,8 @@ def test_results_go_where_the_host_saves(tmp_path):
     )
     with pytest.raises(OutputError, match="no folder to save to"):
         saving.target("checkpoint", "others", "new.safetensors")
+    with pytest.raises(OutputError, match="there is no folder"):
+        host().target("checkpoint", "", "new.safetensors")
     same = host(tmp_path / "a" / "models", tmp_path / "b" / "models")
     assert list(same.save_folders("lora")) == [str(tmp_path / "a" / "models"), str(tmp_path / "b" / "models")]
 

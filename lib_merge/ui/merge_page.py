@@ -32,7 +32,6 @@ class MergePage:
 
     def __init__(self, host: Host, tasks: Sequence[Task]) -> None:
         self._host = host
-        self._tasks = {task.id: task for task in tasks}
         with gr.Column(elem_id="merge_root"), gr_compat.row():
             with gr.Column(scale=3, min_width=260, elem_id="merge_form"):
                 self._build_form(tasks)
@@ -68,13 +67,14 @@ class MergePage:
             self._recipe_note = gr_compat.html(close=True, elem_id="merge_recipe_note")
 
     def _build_result(self, first: Task) -> Iterator[Widget]:
-        folders = {name: name for name in self._host.save_folders(first.writes)}
+        folders = list(self._host.save_folders(first.writes))
         name = gr.Textbox(label="Name of the result", placeholder="made of the inputs", elem_id="merge_name")
         yield Widget(NAME, gr_compat.own(name), {})
         self._name_note = gr_compat.html(close=True, elem_id="merge_note_name")
         with gr.Accordion("Saving", open=False, elem_id="merge_section_saving"):
-            with gr.Column(visible=len(folders) > 1):
-                yield choice(FOLDER, "Folder", folders, next(iter(folders)), "merge_folder")
+            with gr.Column(visible=len(folders) > 1) as self._folder_box:
+                component = gr_compat.choice(folders, next(iter(folders), None), label="Folder", elem_id="merge_folder")
+                yield Widget(FOLDER, component, {})
             exists = {value: text for text, value in EXISTS_CHOICES}
             yield choice(EXISTS, "Where a file of that name exists", exists, "number", "merge_exists")
             yield choice(DEVICE, "Compute on", DEVICES, "cpu", "merge_device")
@@ -108,11 +108,12 @@ class MergePage:
             self._name_note,
             *(note for made in self._forms.values() for note in made.notes.values()),
         ]
-        planned += [widget.component for widget in self._result if widget.name == NAME]
+        planned.append(self._of_result(NAME))
         lists = [widget.component for made in self._forms.values() for widget in made.models()]
         for id, name, widget in self._named:
             if (id, name) == ("", "task"):
-                gr_compat.on(widget.component.input, self._choose_task, self._inputs, [*self._boxes.values(), *planned])
+                changed = [*self._boxes.values(), self._folder_box, self._of_result(FOLDER), *planned]
+                gr_compat.on(widget.component.input, self._choose_task, self._inputs, changed)
             elif name == "method":
                 looks = self._forms[id].looks()
                 gr_compat.on(widget.component.input, self._choose_method, self._inputs, [*looks, *planned])
@@ -156,9 +157,19 @@ class MergePage:
         return self._forms[chosen], mine
 
     def _choose_task(self, *raw: Any) -> Updates:
-        made, _ = self._read(raw)
-        boxes = {box: gr.update(visible=id == made.task.id) for id, box in self._boxes.items()}
-        return {**boxes, **self._replan(*raw)}
+        made, values = self._read(raw)
+        folders = list(self._host.save_folders(made.task.writes))
+        values |= {FOLDER: next(iter(folders), None)}
+        return {
+            **{box: gr.update(visible=id == made.task.id) for id, box in self._boxes.items()},
+            self._folder_box: gr.update(visible=len(folders) > 1),
+            self._of_result(FOLDER): gr.update(choices=folders, value=values[FOLDER]),
+            **self._planned(made, values),
+        }
+
+    def _of_result(self, name: str) -> Any:
+        """The component of an entry that all tasks share."""
+        return next(widget.component for widget in self._result if widget.name == name)
 
     def _choose_method(self, *raw: Any) -> Updates:
         made, values = self._read(raw)
@@ -175,7 +186,6 @@ class MergePage:
         known = made.facts(values)
         notes |= {made.notes[name]: cards.model_note(fact, None) for name, fact in known.items()}
         notes[self._name_note] = ""
-        name_field = next(widget.component for widget in self._result if widget.name == NAME)
         try:
             request = form.request(made.task, values, self._host)
             plan = request.run(self._host, dry_run=True)
@@ -187,7 +197,7 @@ class MergePage:
             return {**notes, self._plan: cards.refusal_card(error)}
         with closing(plan.plan):
             card = cards.plan_card(plan.plan, list(known.items()), plan.output)
-        return {**notes, self._plan: card, name_field: gr.update(placeholder=plan.output.name)}
+        return {**notes, self._plan: card, self._of_result(NAME): gr.update(placeholder=plan.output.name)}
 
     def _note_of(self, made: TaskForm, name: str) -> Any:
         """The line below the entry of that name; the parameters share one."""

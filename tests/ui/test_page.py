@@ -83,3 +83,32 @@ def test_a_page_without_models_can_be_built(tmp_path):
 
     (tmp_path / "empty").mkdir()
     assert merge_tab(standalone([tmp_path / "empty"]))
+    assert merge_tab(Host("x", lambda kind: []))
+
+
+def test_a_task_brings_its_form_and_its_folders(tmp_path):
+    """A second task is a matter of data: it is offered, shown when it is chosen, and saves where its kind belongs."""
+    from dataclasses import replace
+
+    import gradio as gr
+
+    from lib_merge.ui.merge_page import MergePage
+    from lib_merge.ui.tasks.registry import TASKS
+
+    for name in ("c", "l1", "l2"):
+        (tmp_path / name).mkdir()
+    folders = {"checkpoint": [tmp_path / "c"], "lora": [tmp_path / "l1", tmp_path / "l2"], "vae": []}
+    other = replace(TASKS[0], id="convert", label="Another", methods=(), fields=TASKS[0].fields[:1], writes="lora")
+    with gr.Blocks() as blocks:
+        page = MergePage(Host("x", lambda kind: folders[kind]), [TASKS[0], other])
+        page.listen(blocks)
+    raw = [widget.component.value for _, _, widget in page._named]
+    raw[0] = "Another"
+    updates = {
+        component.elem_id: update
+        for component, update in page._choose_task(*raw).items()
+        if isinstance(update, dict) and component.elem_id
+    }
+    assert updates["merge_merge_form"]["visible"] is False
+    assert updates["merge_convert_form"]["visible"] is True
+    assert updates["merge_folder"]["choices"] == ["l1", "l2"]
