@@ -57,6 +57,11 @@ class Field:
     models: Kind = "checkpoint"
     section: str = ""
 
+    @property
+    def is_slot(self) -> bool:
+        """True for a model that stands in the recipe's slots; another model may be left out."""
+        return self.kind == "model" and len(self.name) == 1
+
 
 @dataclass(frozen=True)
 class Task:
@@ -89,7 +94,7 @@ class Task:
     def slots(self, values: Values) -> tuple[str, ...]:
         """The model slots that are needed with the method that is chosen."""
         method = self.method(values)
-        return method.inputs if method else tuple(field.name for field in self.fields if _is_slot(field))
+        return method.inputs if method else tuple(field.name for field in self.fields if field.is_slot)
 
     @property
     def params(self) -> dict[str, Param]:
@@ -203,7 +208,7 @@ def _files(task: Task, values: Values, host: Host, wrong: dict[str, MergeError])
     needed, files = task.slots(values), {}
     for field in task.fields:
         value = values.get(field.name)
-        if field.kind != "model" or (_is_slot(field) and field.name not in needed):
+        if field.kind != "model" or (field.is_slot and field.name not in needed):
             continue
         if not value and field.name in needed:
             wrong[field.name] = RecipeError("choose a model")
@@ -238,10 +243,6 @@ def _number(param: Param, value: Any) -> Value:
     if not isinstance(value, (int, float)):
         raise RecipeError("type a number", hint=param.range)
     return float(value)
-
-
-def _is_slot(field: Field) -> bool:
-    return len(field.name) == 1
 
 
 def _read_blocks(values: Values, task: Task) -> dict[str, dict[str, Value]]:

@@ -27,7 +27,7 @@ class TaskForm:
         self.widgets: dict[str, Widget] = {}
         self.notes: dict[str, Any] = {}
         self.boxes: dict[str, Any] = {}
-        first = [field for field in task.fields if field.kind == "model" and len(field.name) == 1]
+        first = [field for field in task.fields if field.is_slot]
         values = task.first_values()
         self._models(first, values)
         if task.methods:
@@ -139,7 +139,7 @@ class TaskForm:
         found = {}
         needed = self.task.slots(values)
         for field in self.task.fields:
-            if field.kind == "model" and values.get(field.name) and (field.name in needed or len(field.name) > 1):
+            if field.kind == "model" and values.get(field.name) and (field.name in needed or not field.is_slot):
                 with suppress(MergeError, OSError):  # the plan says what is wrong with it
                     found[field.name] = facts(self._host.models(field.models).resolve(values[field.name]))
         return found
@@ -157,10 +157,10 @@ class TaskForm:
     def refreshed(self, values: Mapping[str, Any]) -> Updates:
         """The lists of models as they are now; a value that is gone is taken out."""
         gone = self.gone(values)
-        return {
-            self.widgets[field.name].component: gr.update(
-                choices=self._host.models(field.models).names, **({"value": None} if field.name in gone else {})
-            )
-            for field in self.task.fields
-            if field.kind == "model"
-        }
+        updates: Updates = {}
+        for field in self.task.fields:
+            if field.kind == "model":
+                widget = self.widgets[field.name]
+                emptied = {"value": widget.show(None)} if field.name in gone else {}
+                updates[widget.component] = gr.update(choices=widgets.model_choices(field, self._host), **emptied)
+        return updates

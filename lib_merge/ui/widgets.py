@@ -13,6 +13,8 @@ from ..kernels.registry import Method, Param
 from . import gr_compat
 from .form import Field, Task
 
+NONE = "(none)"
+
 
 @dataclass(frozen=True)
 class Widget:
@@ -45,9 +47,18 @@ def element(task: Task, name: str) -> str:
 
 def model_list(task: Task, field: Field, host: Host, value: str | None) -> Widget:
     """A list of the host's models."""
+    texts = {} if field.is_slot else {None: NONE}
+    start = NONE if texts and value is None else value
+    choices = model_choices(field, host)
+    return Widget(
+        field.name, gr_compat.choice(choices, start, label=field.label, elem_id=element(task, field.name)), texts
+    )
+
+
+def model_choices(field: Field, host: Host) -> list[str]:
+    """What a list of models offers; one that may be left out has an entry for that."""
     names = host.models(field.models).names
-    component = gr_compat.choice(names, value, label=field.label, elem_id=element(task, field.name))
-    return Widget(field.name, component, {})
+    return names if field.is_slot else [NONE, *names]
 
 
 def choice(name: str, label: str, choices: Mapping[Any, str], value: Any, elem_id: str, info: str = "") -> Widget:

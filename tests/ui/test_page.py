@@ -78,6 +78,18 @@ def test_the_loaded_checkpoint_is_the_base(tmp_path, host):
     assert base(tmp_path / "elsewhere.safetensors") == "a.safetensors"
 
 
+def test_a_model_that_may_be_left_out_can_be_taken_out_again(tab, host):
+    from lib_merge.ui import widgets
+    from lib_merge.ui.tasks.registry import BY_ID
+
+    task = BY_ID["merge"]
+    vae = widgets.entry(task, task.field("vae"), host)
+    assert widgets.model_choices(task.field("vae"), host) == ["(none)", "a.safetensors", "b.safetensors"]
+    assert (vae.component.value, vae.read("(none)"), vae.show(None)) == ("(none)", None, "(none)")
+    assert vae.read("a.safetensors") == "a.safetensors"
+    assert widgets.model_choices(task.field("B"), host) == ["a.safetensors", "b.safetensors"]
+
+
 def test_a_page_without_models_can_be_built(tmp_path):
     from lib_merge.ui.tab import merge_tab
 
