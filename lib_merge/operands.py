@@ -88,10 +88,14 @@ class Operands:
                 buffer = self._buffer(len(self._read), tile.count * size)
                 self._sources[node.slot].read_into(node.key, tile.low * size, buffer.bytes(tile.count * size))
                 self._read[node] = buffer
-            elif isinstance(node, Merged) and node.stream:
-                chosen = method(node.method)
-                if chosen.random == "element" and chosen.needs_draws(node.params):
-                    self._drawn[node.stream] = (tile.low, raw_draws(node.stream, tile.low, tile.count))
+            elif isinstance(node, Merged):
+                self.draw_ahead(node, tile.low, tile.count)
+
+    def draw_ahead(self, node: Merged, low: int, count: int) -> None:
+        """The draws of a method's elements, for all that asks for them until the next tile."""
+        chosen = method(node.method)
+        if chosen.random == "element" and chosen.needs_draws(node.params):
+            self._drawn[node.stream] = (low, raw_draws(node.stream, low, count))
 
     def room_for_result(self, tile: Tile) -> Buffer:
         """Where a result goes: over the bytes of an operand, in the cache already, or beside them if it is wider."""

@@ -195,6 +195,7 @@ class Worker:
         size = cut(node, self._most)
 
         def apply(operands: list[Tensor], low: int) -> Tensor:
+            self._in.draw_ahead(node, low, operands[0].numel())
             starts = range(0, operands[0].numel(), size)
             pieces = [(at, [operand[at : at + size] for operand in operands]) for at in starts]
             measures: list[Any] = []

@@ -157,7 +157,7 @@ def test_streaming_gives_the_same_bytes_for_any_tile_size_and_number_of_threads(
 
     run(2, 2**18)
     monkeypatch.setattr(tiles, "KEEP_BYTES", 0)
-    monkeypatch.setattr(worker.Worker, "_in_two_passes", None)
+    monkeypatch.setattr(worker.Worker, "_two_passes", None)
     for threads, tile in itertools.product((1, 4), (2**16, 2**18)):
         run(threads, tile)
     assert len(set(files)) == 1
