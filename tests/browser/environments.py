@@ -46,7 +46,7 @@ def python_of(gradio: str) -> Path:
         RuntimeError: it cannot be built; says what the installer said.
     """
     pins = (f"gradio=={gradio}", *PINS[gradio], *OWN)
-    key = hashlib.sha256("\n".join([sys.version, _torch_place().as_posix(), *pins]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join([sys.version, *pins]).encode()).hexdigest()[:16]
     folder = cache_folder() / f"gradio-{gradio}-{key}"
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +55,7 @@ def python_of(gradio: str) -> Path:
         if not (folder / "complete").exists():
             _build(folder, python, pins)
             (folder / "complete").touch()
+        _link_torch(python)
     return python
 
 
@@ -63,11 +64,16 @@ def _build(folder: Path, python: Path, pins: tuple[str, ...]) -> None:
     uv = [sys.executable, "-m", "uv", "--quiet"]
     _run(*uv, "venv", "--python", sys.executable, folder)
     _run(*uv, "pip", "install", "--python", python, *pins)
+
+
+def _link_torch(python: Path) -> None:
+    """Point to the torch of the Python that runs the tests, which may have been another one before."""
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    for name in _SHARED:
-        (site / name).symlink_to(_torch_place() / name)
-    information = f"torch-{metadata.version('torch')}.dist-info"
-    (site / information).symlink_to(_torch_place() / information)
+    for name in (*_SHARED, f"torch-{metadata.version('torch')}.dist-info"):
+        link, target = site / name, _torch_place() / name
+        if not link.is_symlink() or link.readlink() != target:
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
 
 
 def _torch_place() -> Path:

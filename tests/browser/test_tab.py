@@ -52,10 +52,12 @@ def test_a_long_run_outlives_its_page_and_stops_within_a_second(tab, server):
     tab.choose("B", "long/two.safetensors")
     tab.choose("method", "Power-up (DARE)")
     tab.wait_plan("16 merged")
+    before_run = place(tab)
     tab.merge()
     bar = tab.page.locator("#merge_status [role=progressbar]")
     until(lambda: bar.count() > 0 and int(bar.first.get_attribute("aria-valuenow")) > 0, tab.page)
     assert tab.page.locator("#merge_generate").is_disabled()
+    assert place(tab) == before_run  # nothing of the form jumps while a run goes on
     slowest = max(answer_s(server.url) for _ in range(10))
     tab.reload()
     tab.wait_status("Merging")
@@ -72,6 +74,13 @@ def test_a_long_run_outlives_its_page_and_stops_within_a_second(tab, server):
     print(f"\nstop to Stopped {stopped_s:.2f} s, slowest page during the run {slowest:.2f} s")
     assert stopped_s < 5  # 0.3 to 0.9 on a quiet machine
     assert slowest < 3
+
+
+def place(tab):
+    """Where the list of methods stands, in pixels from the top of the page."""
+    return tab.page.evaluate(
+        "Math.round(document.querySelector('#merge_merge_method').getBoundingClientRect().top + scrollY)"
+    )
 
 
 def answer_s(url):
