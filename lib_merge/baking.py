@@ -113,12 +113,16 @@ class Baking:
         sources: slot path -> input.
         number: dtype of the arithmetic, float32 or float64.
 
+    Attributes:
+        only_adds: nothing but sums: a value of the base that is not finite stays so.
+
     Raises:
         NumberError: a part holds a value that is not finite.
     """
 
     def __init__(self, node: Baked, sources: Mapping[str, Source], number: torch.dtype) -> None:
         self._node, self._sources, self._number = node, sources, number
+        self.only_adds = all(FORMATS[change.format].stage == "add" for change in node.changes)
         self._others: dict[str, list[Change]] = defaultdict(list)
         terms = []
         for change in sorted(node.changes, key=_stage):

@@ -16,7 +16,7 @@ from .files.source import Source
 from .kernels.random import raw_draws, widened
 from .kernels.registry import method
 from .lazy import torch
-from .steps import Merged, Node, Step, Stored, leaves, walk
+from .steps import Baked, Merged, Node, Step, Stored, leaves, walk
 
 if TYPE_CHECKING:
     import numpy as np
@@ -163,9 +163,9 @@ class Operands:
         """Read the operands of a bad result once more: damage in one of them is what the user must hear of.
 
         Raises:
-            NumberError: an operand of a method is not finite.
+            NumberError: an operand of a method, or what LoRAs are added to, is not finite.
         """
-        for leaf in leaves(node) if isinstance(node, Merged) else ():
+        for leaf in leaves(node) if isinstance(node, (Baked, Merged)) else ():
             dtype = DTYPES[leaf.dtype]
             for low, high in self.parts(math.prod(leaf.shape)):
                 self._read_now(leaf, low, high - low)

@@ -54,10 +54,14 @@ def worker_bytes(step: Step) -> int:
     if step.whole:
         inputs = sum(1 for _ in leaves(step.node))
         return _WORKER_BYTES + (inputs + 3) * 4 * step.numel
-    stored = sum(DTYPES[leaf.dtype].bits // 8 for leaf in leaves(step.node)) + DTYPES[step.dtype].bits // 8
-    stored += sum(_DRAW_BYTES for node in walk(step.node) if isinstance(node, Merged) and node.stream)
     tile, piece = (min(cut(step.node, size), step.numel) for size in (TILE, MEASURED if step.measured else PIECE))
-    return _WORKER_BYTES + stored * tile + (_alive(step.node) + 2) * _WIDEST_BYTES * piece
+    return _WORKER_BYTES + _ahead_bytes(step) * tile + (_alive(step.node) + 2) * _WIDEST_BYTES * piece
+
+
+def _ahead_bytes(step: Step) -> int:
+    """What an element takes that is read ahead and written later: operands, draws, result."""
+    draws = sum(_DRAW_BYTES for node in walk(step.node) if isinstance(node, Merged) and node.stream)
+    return sum(DTYPES[leaf.dtype].bits // 8 for leaf in leaves(step.node)) + DTYPES[step.dtype].bits // 8 + draws
 
 
 def _baked_bytes(step: Step, node: Baked) -> int:
@@ -67,7 +71,8 @@ def _baked_bytes(step: Step, node: Baked) -> int:
     if step.whole:
         return _WORKER_BYTES + parts + (sum(1 for _ in leaves(node)) + 3) * width * step.numel
     block = min(step.numel, bake_rows(node.columns) * node.columns)
-    return _WORKER_BYTES + parts + (_alive(node) + 2) * _WIDEST_BYTES * max(block, MEASURED)
+    ahead = _ahead_bytes(step) * min(step.numel, max(block, TILE))
+    return _WORKER_BYTES + parts + ahead + (_alive(node) + 2) * _WIDEST_BYTES * max(block, MEASURED)
 
 
 def _alive(node: Node) -> int:

@@ -21,7 +21,7 @@ from .lazy import np, torch
 from .operands import Operands, Program, Tile
 from .quant.fp8 import scaled
 from .steps import Baked, Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored
-from .tiles import bake_rows, cut
+from .tiles import TILE, bake_rows, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,18 +214,25 @@ class Worker:
 
     def _bake(self, tile: Tile, node: Baked) -> None:
         """Compute and write a whole tensor with LoRAs, in blocks of rows where they allow it."""
-        step, watch = tile.step, self._watch
+        step, watch, size = tile.step, self._watch, DTYPES[tile.step.dtype].bits // 8
         baking = Baking(node, self._sources, tile.number)
-        size = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
-        base = self._program(node.base, replace(tile, high=min(size, step.numel)), examined=True)
-        for low in range(0, step.numel, size):
-            values = base(low, min(size, step.numel - low)).cpu()  # where the LoRAs are multiplied
-            if watch is not None and step.merge is None:
-                watch.before(step, low, [values])
-            baking.apply(values.view(-1, node.columns), low // node.columns)
-            if watch is not None and _seen_baked(step):
-                watch.after(step, low, values)
-            self._store(step, low, values)
+        piece = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
+        block = max(piece, TILE // piece * piece)
+        for first in range(0, step.numel, block):
+            part = replace(tile, low=first, high=min(first + block, step.numel), piece=piece)
+            self._in.begin()
+            self._in.read_ahead(part)
+            out = self._in.room_for_result(part)
+            base = self._program(node.base, part, examined=not baking.only_adds)
+            for low in range(first, part.high, piece):
+                values = base(low, min(piece, part.high - low)).cpu()  # where the LoRAs are multiplied
+                if watch is not None and step.merge is None:
+                    watch.before(step, low, [values])
+                baking.apply(values.view(-1, node.columns), low // node.columns)
+                if watch is not None and _seen_baked(step):
+                    watch.after(step, low, values)
+                self._round(step, values, out, low - first)
+            self._sink.write(step.key, first * size, out.bytes(part.count * size))
 
     def _baked(self, node: Baked, tile: Tile) -> Program:
         """A whole tensor with LoRAs that another node needs."""
