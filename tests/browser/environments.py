@@ -77,7 +77,7 @@ def _link_torch(python: Path) -> None:
 
 
 def _torch_place() -> Path:
-    return Path(str(metadata.distribution("torch").locate_file("")))
+    return Path(str(metadata.distribution("torch").locate_file("torch"))).resolve().parent
 
 
 def _run(*words: object) -> str:

@@ -61,12 +61,20 @@ class Tab:
         self.entry(text).click()
 
     def type_choice(self, name: str, text: str) -> None:
-        """Choose by the keyboard, the focus being wherever Tab leads."""
-        self.tab_to(f"#merge_merge_{name} input")
-        self.page.keyboard.press("Control+a")
-        self.page.keyboard.type(text)
-        self.entry(text).wait_for()
-        self.page.keyboard.press("Enter")
+        """Choose by the keyboard, the focus being wherever Tab leads.
+
+        An answer of the server that arrives while one types may take the text away: like a person, look and type again.
+        """
+        for _ in range(3):
+            self.tab_to(f"#merge_merge_{name} input")
+            self.page.keyboard.press("Control+a")
+            self.page.keyboard.type(text)
+            self.page.wait_for_timeout(300)
+            self.page.keyboard.press("Enter")
+            self.page.wait_for_timeout(300)
+            if self.value(name) == text:
+                return
+        raise AssertionError(f"{text!r} cannot be typed into {name}: it holds {self.value(name)!r}")
 
     def tab_to(self, selector: str) -> None:
         """Press Tab until the focus is there."""
