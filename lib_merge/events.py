@@ -12,12 +12,20 @@ Stage = Literal["merging", "hashing", "publishing", "verifying", "comparing"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: bytes of output done and in all, and the tensor worked on."""
+    """How far a run is: output done and in all, and the tensor worked on.
+
+    Attributes:
+        stage: what goes on.
+        done_bytes, total_bytes: of the output; numbers of modules where `counted` says so.
+        key: tensor or module worked on.
+        counted: what the two count.
+    """
 
     stage: Stage
     done_bytes: int
     total_bytes: int
     key: str = ""
+    counted: Literal["bytes", "modules"] = "bytes"
 
 
 OnProgress = Callable[[Progress], None]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..adapters import FORMATS, Adapter, Piece
 from ..baking import load_part
 from ..changes import read_lora
+from ..errors import RecipeError
 from ..families import Detected, detect
 from ..files.dtypes import DTYPES, is_float
 from ..files.source import Source
@@ -81,6 +82,9 @@ def open_inputs(recipe: Recipe, sources: Mapping[str, Source]) -> list[Input]:
     found = []
     for slot, lora in lora_slots(recipe):
         source = sources[slot]
+        if lora.blocks:
+            what = "block weights of a LoRA are taken by bake and merge alone"
+            raise RecipeError(what, file=source.path, hint="leave them out here")
         tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
         found.append(Input(slot, lora, source, read_lora(source, lora), detect(tensors)))
     return found

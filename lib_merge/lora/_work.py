@@ -196,7 +196,7 @@ def compute(work: Work, how: Running) -> tuple[list[Module], int]:
         for done, future in enumerate(waiting, 1):
             found, beyond = future.result()
             modules, saturated = modules + found, saturated + beyond
-            how.on_progress(Progress("merging", done, len(waiting), found[0].stem if found else ""))
+            how.on_progress(Progress("merging", done, len(waiting), found[0].stem if found else "", "modules"))
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(before)  # torch hands a worker's setting on to threads that start later

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from html import escape
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ..errors import MergeError, PlanError, Problem
 from ..execute import Result
 from ..job import Job
 from ..kernels.registry import Method
+from ..lora import LoraResult
 from ..plan import Plan
 from .facts import Facts, size_text
 
@@ -22,6 +24,8 @@ _STAGES = {
     "verifying": "Verifying",
     "comparing": "Comparing",
 }
+# Task of a recipe -> what its result is called.
+_DONE = {"merge": "Merged", "bake": "Baked", "convert": "Converted"}
 _LEVELS = {"error": "Error", "warning": "Warning", "note": "Note"}
 
 
@@ -39,21 +43,57 @@ def plan_card(plan: Plan, facts: Sequence[tuple[str, Facts]], target: Path) -> s
         target: where the result goes.
     """
     counts = ", ".join(f"{count:,} {action}" for action, count in plan.counts.items() if count) or "nothing"
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(slot)}</th><td>{escape(fact.name)}</td><td>{escape(fact.text)}</td></tr>"
-        for slot, fact in facts
-    )
-    state = "replaces the file that is there" if target.exists() else "new"
     body = [
-        f"<table class='lm-table'><thead><tr><th scope='col'>Model</th><th scope='col'>File</th>"
-        f"<th scope='col'>Is</th></tr></thead><tbody>{rows}</tbody></table>",
+        _models_table(facts),
         _line(f"Tensors: {counts}"),
         _line(f"Result: {size_text(plan.output_bytes)}, expected peak memory {size_text(plan.peak_bytes)}"),
-        f"<p>Writes <code>{escape(target.name)}</code> ({state})<br><small>in {escape(str(target.parent))}</small></p>",
+        _written(target),
         problem_list(plan.problems),
     ]
     verdict = "This cannot run" if plan.errors() else "Plan"
     return _card("plan", verdict, "".join(body), tone="bad" if plan.errors() else "")
+
+
+def _models_table(facts: Sequence[tuple[str, Facts]]) -> str:
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(_slot_text(slot))}</th><td>{escape(fact.name)}</td>"
+        f"<td>{escape(fact.text)}</td></tr>"
+        for slot, fact in facts
+    )
+    return (
+        "<table class='lm-table'><thead><tr><th scope='col'>Model</th><th scope='col'>File</th>"
+        f"<th scope='col'>Is</th></tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _slot_text(slot: str) -> str:
+    """`lora1` for people: LoRA 1."""
+    return f"LoRA {slot[4:]}" if slot.startswith("lora") else slot
+
+
+def _written(target: Path) -> str:
+    state = "replaces the file that is there" if target.exists() else "new"
+    return (
+        f"<p>Writes <code>{escape(target.name)}</code> ({state})<br><small>in {escape(str(target.parent))}</small></p>"
+    )
+
+
+def planned_card(made: Result | LoraResult, facts: Sequence[tuple[str, Facts]]) -> str:
+    """What a run that was only planned would do; closes the files of its plan."""
+    if isinstance(made, Result):
+        with closing(made.plan):
+            return plan_card(made.plan, facts, made.output)
+    body = [
+        _models_table(facts),
+        _line(f"LoRA: {made.modules:,} modules" + (f", {made.copied:,} tensors copied" if made.copied else "")),
+        _written(made.output),
+        problem_list(_told(made)),
+    ]
+    return _card("plan", "Plan", "".join(body))
+
+
+def _told(made: LoraResult) -> list[Problem]:
+    return [Problem("warning", text) for text in made.warnings] + [Problem("note", text) for text in made.notes]
 
 
 def refusal_card(error: MergeError) -> str:
@@ -122,11 +162,14 @@ def _progress_card(job: Job) -> str:
     share = progress.done_bytes / progress.total_bytes if progress and progress.total_bytes else 0.0
     stage = _STAGES.get(progress.stage, progress.stage) if progress else "Starting"
     parts = [f"{_duration(gone)} gone"]
+    in_bytes = progress is not None and progress.counted == "bytes"
     if progress and progress.stage == "merging" and share > 0.02 and gone > 1:
         parts.append(f"about {_duration(gone * (1 - share) / share)} left")
-        parts.append(f"{progress.done_bytes / gone / 1e6:,.0f} MB/s")
+        parts += [f"{progress.done_bytes / gone / 1e6:,.0f} MB/s"] if in_bytes else []
     if progress and progress.total_bytes:
-        parts.insert(0, f"{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}")
+        done, total = progress.done_bytes, progress.total_bytes
+        said = f"{size_text(done)} of {size_text(total)}" if in_bytes else f"{done:,} of {total:,} {progress.counted}"
+        parts.insert(0, said)
     percent = round(100 * share)
     bar = (
         f"<div class='lm-bar' role='progressbar' aria-label='progress of the run' aria-valuemin='0' "
@@ -138,18 +181,41 @@ def _progress_card(job: Job) -> str:
 
 
 def _result_card(job: Job) -> str:
-    made: Result = job.result
+    made: Result | LoraResult = job.result
+    if isinstance(made, LoraResult):
+        return _lora_card(made, job)
     counts = {"merged": made.merged, "copied": made.copied, "discarded": made.discarded, "unused": len(made.unused)}
     said = ", ".join(f"{count:,} {action}" for action, count in counts.items() if count)
     body = [
-        f"<p><code class='lm-path'>{escape(made.output.name)}</code><br><small>in {escape(str(made.output.parent))}"
-        "</small></p>",
+        _path(made.output),
         _line(f"Tensors: {said}"),
         _line(f"{size_text(made.plan.output_bytes)} in {_duration(made.seconds)}"),
         problem_list(Problem("warning", text) for text in made.warnings),
         _log(job),
     ]
-    return _card("status", "Merged", "".join(body), tone="good", live=True)
+    return _card("status", _DONE.get(made.plan.recipe.task, "Done"), "".join(body), tone="good", live=True)
+
+
+def _lora_card(made: LoraResult, job: Job) -> str:
+    ranks = sorted(made.ranks)
+    rank = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
+    error = f"Relative error of what was cut: {made.error:.3g}"
+    error += f", largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else ""
+    body = [
+        _path(made.output),
+        _line(f"{made.modules:,} modules{rank}" + (f", {made.copied:,} tensors copied" if made.copied else "")),
+        _line(error),
+        _line(f"{size_text(made.output_bytes)} in {_duration(made.seconds)}"),
+        problem_list(_told(made)),
+        _log(job),
+    ]
+    return _card("status", "Done", "".join(body), tone="good", live=True)
+
+
+def _path(output: Path) -> str:
+    return (
+        f"<p><code class='lm-path'>{escape(output.name)}</code><br><small>in {escape(str(output.parent))}</small></p>"
+    )
 
 
 def _log(job: Job) -> str:

@@ -19,7 +19,7 @@ class Facts:
 
     Attributes:
         name: of the file or folder.
-        text: family, precision and size: `SD1, fp16, 2.13 GB`.
+        text: family, precision and size: `SD1, fp16, 2.13 GB`; of a LoRA also format and ranks.
     """
 
     name: str
@@ -39,8 +39,17 @@ def facts(path: Path) -> Facts:
 @lru_cache(maxsize=256)
 def _facts(path: Path, size: int, mtime_ns: int) -> Facts:
     found = inspect(path)
-    parts = [_family(found), _dtype(found), size_text(found["bytes"])]
+    known = _adapter(found) if found["kind"] == "adapter" else [_family(found)]
+    parts = [*known, _dtype(found), size_text(found["bytes"])]
     return Facts(path.name, ", ".join(part for part in parts if part))
+
+
+def _adapter(found: dict[str, Any]) -> list[str]:
+    """Format, family where it is known, and ranks of a LoRA or its kin."""
+    ranks = sorted(int(rank) for rank in found["ranks"])
+    said = "" if not ranks else f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} … {ranks[-1]}"
+    family = _family(found)
+    return [found["format"], "" if family == "family not known" else family, said]
 
 
 def _family(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What stands in the form <-> a recipe; plain values on both sides, no gradio."""
+"""What stands in the form -> a recipe and where its result goes; plain values, no gradio."""
 
 from __future__ import annotations
 
@@ -8,109 +8,26 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from .. import blocks
 from .. import recipe as recipes
+from ..changes import STRENGTH, named_loras
 from ..errors import MergeError, RecipeError
 from ..execute import Result
-from ..host import Host, Kind
-from ..kernels.registry import Method, Param, Value
+from ..host import Host
+from ..kernels.registry import Param, Value
+from ..lora import LoraResult
 from ..merge import named_blocks, run
 from ..patterns import split
-from ..recipe import Output, Recipe, Slot
-from ..recipe import Task as TaskId
+from ..recipe import Lora, Output, Recipe, Slot
+from . import lora_lines
+from .task import DEVICE, EXISTS, FOLDER, KEEP_RECIPE, NAME, Field, Task, Values
 
-FieldKind = Literal["model", "choice", "lines", "check", "whole number"]
-Values = Mapping[str, Any]
-
-# Fields of the result, the same for every task.
-NAME, FOLDER, EXISTS, KEEP_RECIPE, DEVICE = "name", "folder", "exists", "keep_recipe", "device"
-EXISTS_CHOICES = (("add a number", "number"), ("stop", "stop"), ("overwrite it", "overwrite"))
-DEVICES = {"cpu": "CPU", "cuda": "GPU (cuda): the host's models leave it meanwhile"}
+OUTPUT_FIELDS = ("save_dtype", "override_dtype", "names")
 _LONGEST_PROPOSAL = 120
-
-
-@dataclass(frozen=True)
-class Field:
-    """One entry of a task's form.
-
-    Attributes:
-        name: of the slot or the recipe's field that it fills.
-        label: for people; no two in a task are alike.
-        kind: how it is entered.
-        help: one line beside it.
-        default: value to start with.
-        choices: (text, value), of a `choice`.
-        models: which list of models, of a `model`.
-        section: the closed box it stands in; empty for the first screen, which is for models that are always needed.
-    """
-
-    name: str
-    label: str
-    kind: FieldKind
-    help: str = ""
-    default: Any = ""
-    choices: tuple[tuple[str, str], ...] = ()
-    models: Kind = "checkpoint"
-    section: str = ""
-
-    @property
-    def is_slot(self) -> bool:
-        """True for a model that stands in the recipe's slots; another model may be left out."""
-        return self.kind == "model" and len(self.name) == 1
-
-
-@dataclass(frozen=True)
-class Task:
-    """One thing that the tab does: the form of one kind of recipe.
-
-    Attributes:
-        id: the recipe's task.
-        label: for people.
-        fields: the form, in reading order. Models named by one capital letter are slots of the recipe.
-        methods: to choose from; none for tasks without.
-        first_method: id of the one to start with.
-        writes: which list of models the result belongs to.
-    """
-
-    id: TaskId
-    label: str
-    fields: tuple[Field, ...]
-    methods: tuple[Method, ...] = ()
-    first_method: str = ""
-    writes: Kind = "checkpoint"
-
-    def field(self, name: str) -> Field:
-        """The field of that name."""
-        return next(field for field in self.fields if field.name == name)
-
-    def method(self, values: Values) -> Method | None:
-        """The method that is chosen; None in a task without methods."""
-        return next((method for method in self.methods if method.id == values.get("method")), None)
-
-    def slots(self, values: Values) -> tuple[str, ...]:
-        """The model slots that are needed with the method that is chosen."""
-        method = self.method(values)
-        return method.inputs if method else tuple(field.name for field in self.fields if field.is_slot)
-
-    @property
-    def params(self) -> dict[str, Param]:
-        """Name -> a parameter of that name, of all methods together: alpha, beta, gamma … as the methods order them."""
-        places: dict[str, tuple[int, Param]] = {}
-        for method in self.methods:
-            for place, param in enumerate(method.params):
-                places[param.name] = max(places.get(param.name, (0, param)), (place, param), key=lambda pair: pair[0])
-        return {name: param for name, (_, param) in sorted(places.items(), key=lambda item: item[1][0])}
-
-    def first_values(self) -> dict[str, Any]:
-        """What stands in the form at the beginning."""
-        values = {field.name: field.default for field in self.fields}
-        if first := next((method for method in self.methods if method.id == self.first_method), None):
-            values |= {"method": first.id} | {param.name: param.default for param in first.params}
-        return values | {NAME: "", FOLDER: "", EXISTS: "number", KEEP_RECIPE: True, DEVICE: "cpu"}
 
 
 class FormError(MergeError):
@@ -144,9 +61,9 @@ class Request:
     keep_recipe: bool
     device: str = "cpu"
 
-    def run(self, host: Host, **running: Any) -> Result:
+    def run(self, host: Host, **running: Any) -> Result | LoraResult:
         """Carry it out, or with `dry_run=True` only plan it; `running` as in `lib_merge.run`."""
-        made = run(
+        return run(
             self.recipe,
             out=self.target,
             files=self.files,
@@ -158,8 +75,6 @@ class Request:
             cache=host.hashes(),
             **running,
         )
-        assert isinstance(made, Result)  # no task writes a LoRA yet: its result has other fields
-        return made
 
 
 def request(task: Task, values: Values, host: Host) -> Request:
@@ -170,19 +85,17 @@ def request(task: Task, values: Values, host: Host) -> Request:
     """
     wrong: dict[str, MergeError] = {}
     files = _files(task, values, host, wrong)
+    loras, lora_files = _loras(task, values, host, files, wrong)
     fields: dict[str, Any] = {}
-    params: dict[str, Value] = {}
     for field in task.fields:
         if field.name in _READERS:
             with _noted(wrong, field.name):
                 fields[field.name] = _READERS[field.name](values, task)
-    method = task.method(values)
-    for param in method.params if method else ():
-        with _noted(wrong, param.name):
-            params[param.name] = _number(param, values[param.name])
+    params = _params(task, values, wrong)
     if wrong:
         raise FormError(wrong)
-    recipe = _recipe(task, values, files, fields | ({"params": params} if params else {}))
+    recipe = _recipe(task, values, files, fields | {"params": params, "loras": loras})
+    files = {slot: path for slot, path in files.items() if not slot.startswith("lora")} | lora_files
     with _noted(wrong, NAME):
         target = host.target(task.writes, values.get(FOLDER) or "", _file_name(task, values, files))
     if wrong:
@@ -205,12 +118,12 @@ class _noted(suppress):  # noqa: N801 - reads as a verb, like suppress itself
 
 def _files(task: Task, values: Values, host: Host, wrong: dict[str, MergeError]) -> dict[str, Path]:
     """Slot -> file of every model that is needed or chosen."""
-    needed, files = task.slots(values), {}
+    files = {}
     for field in task.fields:
         value = values.get(field.name)
-        if field.kind != "model" or (field.is_slot and field.name not in needed):
+        if field.kind != "model" or not task.shows(field, values):
             continue
-        if not value and field.name in needed:
+        if not value and field.needed:
             wrong[field.name] = RecipeError("choose a model")
         elif value:
             with _noted(wrong, field.name):
@@ -218,13 +131,85 @@ def _files(task: Task, values: Values, host: Host, wrong: dict[str, MergeError])
     return files
 
 
+def _loras(
+    task: Task, values: Values, host: Host, files: Mapping[str, Path], wrong: dict[str, MergeError]
+) -> tuple[tuple[Lora, ...], dict[str, Path]]:
+    """The recipe's LoRAs, from lines or from one list, and slot -> file of each."""
+    given: list[tuple[Any, ...]] = [(path,) for slot, path in files.items() if slot.startswith("lora")]
+    for field in task.fields:
+        if field.kind == "loras":
+            with _noted(wrong, field.name):
+                given += _lines(field, values, host)
+    alpha = None
+    with _noted(wrong, "lora_alpha"):
+        alpha = optional_number(values.get("lora_alpha"))
+    loras, paths = named_loras(given, alpha)
+    return loras, {slot: Path(path) for slot, path in paths.items()}
+
+
+def _lines(field: Field, values: Values, host: Host) -> list[tuple[Any, ...]]:
+    lines = lora_lines.read(values[field.name], host.models(field.models))
+    if not lines and field.needed:
+        raise RecipeError("choose a LoRA")
+    return [(line.path, line.strength, line.te_strength, line.blocks) for line in lines]
+
+
+def _params(task: Task, values: Values, wrong: dict[str, MergeError]) -> dict[str, Value]:
+    """Parameters of the method, and those that have a field of their own where it is filled."""
+    params: dict[str, Value] = {}
+    method = task.method(values)
+    for param in method.params if method else ():
+        with _noted(wrong, param.name):
+            params[param.name] = _number(param, values[param.name])
+    for field in task.fields:
+        if field.param and task.shows(field, values):
+            with _noted(wrong, field.name):
+                value = _PARAM_READERS[field.kind](values[field.name])
+                params |= {} if value is None else {field.name: value}
+    return params
+
+
+def optional_number(value: Any) -> float | None:
+    """A number as typed; None where nothing is.
+
+    Raises:
+        RecipeError: it is no finite number.
+    """
+    if value in (None, ""):
+        return None
+    try:
+        number = float(str(value).strip().replace(",", "."))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise RecipeError(f"{value!r} is no number", hint="type a number, or leave the field empty")
+    return number
+
+
+def _optional_count(value: Any) -> float | None:
+    number = optional_number(value)
+    if number is not None and (number < 1 or number != int(number)):
+        raise RecipeError(f"{value!r} is no whole number of at least 1", hint="type one, or leave the field empty")
+    return number
+
+
+# Kind of a parameter's field -> its value in the recipe; None where it is left out.
+_PARAM_READERS: Mapping[str, Callable[[Any], Value | None]] = {
+    "number": optional_number,
+    "count": _optional_count,
+    "check": lambda value: True if value else None,
+}
+
+
 def _recipe(task: Task, values: Values, files: Mapping[str, Path], fields: dict[str, Any]) -> Recipe:
     method = task.method(values)
-    models: dict[str, Slot | None] = {slot: Slot(file=files[slot].name) for slot in task.slots(values)}
-    output = {name: fields.pop(name) for name in ("save_dtype", "override_dtype") if name in fields}
+    models: dict[str, Slot | None] = {
+        field.name: Slot(file=files[field.name].name) for field in task.fields if field.is_slot and field.name in files
+    }
+    output = {name: fields.pop(name) for name in OUTPUT_FIELDS if name in fields}
+    fields |= {"method": method.id} if method else {}
     return Recipe(
         task=task.id,
-        method=method.id if method else None,
         models=models,
         vae=Slot(file=files["vae"].name) if "vae" in files else None,
         output=Output(**output),
@@ -246,8 +231,13 @@ def _number(param: Param, value: Any) -> Value:
 
 
 def _read_blocks(values: Values, task: Task) -> dict[str, dict[str, Value]]:
-    method = task.method(values)
-    return named_blocks(values["blocks"] or "", method.id) if method else {}
+    method, text = task.method(values), values["blocks"] or ""
+    if method:
+        return named_blocks(text, method.id)
+    return {
+        name: {param or STRENGTH: value for param, value in params.items()}
+        for name, params in blocks.parse(text).items()
+    }
 
 
 def _read_seed(values: Values, task: Task) -> int:
@@ -269,87 +259,27 @@ _READERS: Mapping[str, Callable[[Values, Task], Any]] = {
     "allow_mixed_prediction": lambda values, task: bool(values["allow_mixed_prediction"]),
     "override_dtype": lambda values, task: bool(values["override_dtype"]),
     "seed": _read_seed,
+    "method": lambda values, task: values["method"],
+    "names": lambda values, task: values["names"],
+    "only": lambda values, task: values["only"] or None,
 }
 
 
 def proposed_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
     """A name for the result, made of its inputs, the method and its strength: `base+style weighted_sum 0.3`."""
-    models = [path for slot, path in sorted(files.items()) if len(slot) == 1]
+    models = [path for slot, path in files.items() if slot in task.slots(values) or slot.startswith("lora")]
     stems = [path.name if path.is_dir() else path.stem for path in models]
     method = task.method(values)
-    parts = ["+".join(stems) or task.id]
-    if method:
-        parts += [method.id, f"{float(values[method.strength]):g}"]
+    parts = [task.joined_by.join(stems) or task.id]
+    parts += [method.id, f"{float(values[method.strength]):g}"] if method else [task.ending]
     return re.sub(r"[^\w.+ -]", "_", " ".join(parts))[:_LONGEST_PROPOSAL].strip(". ")
 
 
 def _file_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
     """The name as typed or proposed, with the ending that the result needs."""
     name = (values.get(NAME) or "").strip() or proposed_name(task, values, files)
-    base = files.get("A")
+    base = files.get("A") if task.writes == "checkpoint" else None
     return name if name.endswith(".safetensors") or (base is not None and base.is_dir()) else f"{name}.safetensors"
-
-
-def values_of(task: Task, recipe: Recipe, host: Host) -> dict[str, Any]:
-    """What stands in the form for a recipe; models by the names of this host's lists, None where they are not there.
-
-    Raises:
-        RecipeError: the recipe holds something that the form cannot show.
-    """
-    _refuse_unshown(task, recipe)
-    method = next((method for method in task.methods if method.id == recipe.method), None)
-    if recipe.method and method is None:
-        raise RecipeError(f"{recipe.method} is no method of this form", hint="run the recipe with lib-merge run")
-    values = task.first_values()
-    if method:
-        values |= {"method": method.id, **method.check(recipe.params)}
-    for field in task.fields:
-        if field.kind == "model":
-            slot = recipe.vae if field.name == "vae" else recipe.models.get(field.name)
-            values[field.name] = _listed(host, field, slot)
-    shown = msgspec.structs.asdict(recipe) | msgspec.structs.asdict(recipe.output)
-    for field in task.fields:
-        if field.name in _WRITERS:
-            values[field.name] = _WRITERS[field.name](shown[field.name])
-        elif field.kind != "model":
-            values[field.name] = shown[field.name]
-    return values
-
-
-# Recipe's value -> what stands in the field, where the two differ.
-_WRITERS: Mapping[str, Callable[[Any], Any]] = {
-    "blocks": blocks.format,
-    "exclude": "\n".join,
-    "discard": "\n".join,
-}
-
-
-def _refuse_unshown(task: Task, recipe: Recipe) -> None:
-    if recipe.task != task.id:
-        raise RecipeError(f"this is a recipe of the task {recipe.task}, not {task.id}")
-    known = {field.name for field in task.fields} | {"lib_merge", "task", "method", "params", "models", "output", "vae"}
-    plain = Recipe()
-    hidden = [name for name in recipe.__struct_fields__ if getattr(recipe, name) != getattr(plain, name)]
-    hidden = [name for name in hidden if name not in known]
-    hidden += ["metadata"] if recipe.output.metadata else []
-    hidden += [f"models.{name}" for name, slot in recipe.models.items() if slot is not None and slot.recipe is not None]
-    if hidden:
-        raise RecipeError(
-            f"this form cannot show the recipe's {', '.join(hidden)}", hint="run the recipe with lib-merge run"
-        )
-
-
-def _listed(host: Host, field: Field, slot: Slot | None) -> str | None:
-    """The name under which this host lists the model that a recipe means."""
-    if slot is None or slot.file is None:
-        return None
-    models = host.models(field.models)
-    cache = host.hashes()
-    same = [name for name in models.names if models.resolve(name).name == slot.file]
-    if slot.sha256:
-        known = [name for name in models.names if cache.get(models.resolve(name)) == slot.sha256]
-        return next(iter(known), same[0] if len(same) == 1 else None)
-    return same[0] if len(same) == 1 else None
 
 
 def recipe_text(request: Request) -> str:

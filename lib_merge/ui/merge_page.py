@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import Any
 
 import gradio as gr
@@ -11,9 +10,10 @@ import gradio as gr
 from .. import recipe as recipes
 from ..errors import MergeError
 from ..host import Host
-from . import cards, form, gr_compat
-from .form import DEVICE, DEVICES, EXISTS, EXISTS_CHOICES, FOLDER, KEEP_RECIPE, NAME, FormError, Task
+from . import cards, filling, form, gr_compat, lora_lines
+from .form import FormError
 from .runs import RUNS, Run
+from .task import DEVICE, DEVICES, EXISTS, EXISTS_CHOICES, FOLDER, KEEP_RECIPE, NAME, Task
 from .task_form import TaskForm, Updates
 from .widgets import Widget, choice
 
@@ -77,7 +77,9 @@ class MergePage:
                 yield Widget(FOLDER, component, {})
             exists = {value: text for text, value in EXISTS_CHOICES}
             yield choice(EXISTS, "Where a file of that name exists", exists, "number", "merge_exists")
-            yield choice(DEVICE, "Compute on", DEVICES, "cpu", "merge_device")
+            with gr.Column() as self._device_box:
+                device = choice(DEVICE, "Compute on", DEVICES, "cpu", "merge_device")
+            yield device
             keep = gr.Checkbox(value=True, label="Store the recipe in the result", elem_id="merge_keep_recipe")
             yield Widget(KEEP_RECIPE, gr_compat.own(keep), {})
 
@@ -109,11 +111,11 @@ class MergePage:
             *(note for made in self._forms.values() for note in made.notes.values()),
         ]
         planned.append(self._of_result(NAME))
-        lists = [widget.component for made in self._forms.values() for widget in made.models()]
+        lists = [component for made in self._forms.values() for component in made.models()]
         for id, name, widget in self._named:
             if (id, name) == ("", "task"):
-                changed = [*self._boxes.values(), self._folder_box, self._of_result(FOLDER), *planned]
-                gr_compat.on(widget.component.input, self._choose_task, self._inputs, changed)
+                shown = [*self._boxes.values(), *self._result_looks(), *planned]
+                gr_compat.on(widget.component.input, self._choose_task, self._inputs, shown)
             elif name == "method":
                 looks = self._forms[id].looks()
                 gr_compat.on(widget.component.input, self._choose_method, self._inputs, [*looks, *planned])
@@ -121,13 +123,18 @@ class MergePage:
                 for event in gr_compat.edits(widget.component):
                     gr_compat.on(event, self._replan, self._inputs, planned, latest_only=True)
         self._listen_to_runs(blocks, [*lists, *planned])
+        for made in self._forms.values():
+            for adder, lines in made.adders:
+                event = gr_compat.on(adder.input, self._add_lora, [adder, lines], [adder, lines])
+                gr_compat.on(event.then, self._replan, self._inputs, planned)
         gr_compat.on(self._refresh.click, self._refreshed, self._inputs, [*lists, *planned])
         gr_compat.on(self._use.click, self._use_now, [], [self._use_note])
         everything = [*self._inputs, *(part for made in self._forms.values() for part in made.looks())]
         gr_compat.on(
             self._write_recipe.click, self._recipe_of_form, self._inputs, [self._recipe_text, self._recipe_note]
         )
-        filled = [*dict.fromkeys([*everything, *self._boxes.values(), *planned, self._recipe_note])]
+        looks = [*self._boxes.values(), *self._result_looks()]
+        filled = [*dict.fromkeys([*everything, *looks, *planned, self._recipe_note])]
         gr_compat.on(self._read_recipe.click, self._form_of_recipe, [self._recipe_text, *self._inputs], filled)
         gr_compat.on(blocks.load, self._refreshed, self._inputs, [*lists, *planned])
 
@@ -158,18 +165,34 @@ class MergePage:
 
     def _choose_task(self, *raw: Any) -> Updates:
         made, values = self._read(raw)
-        folders = list(self._host.save_folders(made.task.writes))
-        values |= {FOLDER: next(iter(folders), None)}
+        look = self._task_look(made.task)
+        return {**look, **self._planned(made, values | {FOLDER: next(iter(self._folders(made.task)), None)})}
+
+    def _task_look(self, task: Task) -> Updates:
+        """Its form alone, its word on the button, and the folders and devices that its results can have."""
+        folders = self._folders(task)
         return {
-            **{box: gr.update(visible=id == made.task.id) for id, box in self._boxes.items()},
+            **{box: gr.update(visible=id == task.id) for id, box in self._boxes.items()},
+            self._start: gr.update(value=task.verb),
+            self._of_result(FOLDER): gr.update(choices=folders, value=next(iter(folders), None)),
             self._folder_box: gr.update(visible=len(folders) > 1),
-            self._of_result(FOLDER): gr.update(choices=folders, value=values[FOLDER]),
-            **self._planned(made, values),
+            self._device_box: gr.update(visible=task.writes == "checkpoint"),
         }
+
+    def _result_looks(self) -> list[Any]:
+        return [self._start, self._of_result(FOLDER), self._folder_box, self._device_box]
+
+    def _folders(self, task: Task) -> list[str]:
+        return list(self._host.save_folders(task.writes))
 
     def _of_result(self, name: str) -> Any:
         """The component of an entry that all tasks share."""
         return next(widget.component for widget in self._result if widget.name == name)
+
+    def _add_lora(self, chosen: Any, text: str) -> list[Any]:
+        """The LoRA that was chosen becomes a line; the list is empty again."""
+        name = gr_compat.blank(chosen)
+        return [gr.update(value=None), lora_lines.added(text, name) if name else text]
 
     def _choose_method(self, *raw: Any) -> Updates:
         made, values = self._read(raw)
@@ -184,20 +207,19 @@ class MergePage:
         """The plan card and the lines below the fields, from headers alone."""
         notes: Updates = made.plain_notes()
         known = made.facts(values)
-        notes |= {made.notes[name]: cards.model_note(fact, None) for name, fact in known.items()}
+        notes |= {made.notes[name]: cards.model_note(fact, None) for name, fact in known.items() if name in made.notes}
         notes[self._name_note] = ""
         try:
             request = form.request(made.task, values, self._host)
-            plan = request.run(self._host, dry_run=True)
+            planned = request.run(self._host, dry_run=True)
         except FormError as error:
             shown = {name: what for name, what in error.fields.items() if values.get(name) not in (None, "")}
             notes |= {self._note_of(made, name): cards.field_note(what) for name, what in shown.items()}
             return {**notes, self._plan: cards.empty_plan_card(error.what if shown else _NOTHING_CHOSEN)}
         except MergeError as error:
             return {**notes, self._plan: cards.refusal_card(error)}
-        with closing(plan.plan):
-            card = cards.plan_card(plan.plan, list(known.items()), plan.output)
-        return {**notes, self._plan: card, self._of_result(NAME): gr.update(placeholder=plan.output.name)}
+        card = cards.planned_card(planned, list(known.items()))
+        return {**notes, self._plan: card, self._of_result(NAME): gr.update(placeholder=planned.output.name)}
 
     def _note_of(self, made: TaskForm, name: str) -> Any:
         """The line below the entry of that name; the parameters share one."""
@@ -311,11 +333,14 @@ class MergePage:
             if recipe.task not in self._forms:
                 raise MergeError(f"the tab has no task {recipe.task} yet", hint="run the recipe with lib-merge run")
             made = self._forms[recipe.task]
-            values = form.values_of(made.task, recipe, self._host)
+            values = filling.values_of(made.task, recipe, self._host)
         except MergeError as error:
             return {self._recipe_note: cards.error_card(error)}
         _, before = self._read(raw)
-        shown = {**before, **values, "task": recipe.task, NAME: before[NAME], FOLDER: before[FOLDER]}
-        boxes = {box: gr.update(visible=id == recipe.task) for id, box in self._boxes.items()}
+        folders = self._folders(made.task)
+        folder = before[FOLDER] if before[FOLDER] in folders else next(iter(folders), None)
+        shown = {**before, **values, "task": recipe.task, NAME: before[NAME], FOLDER: folder}
+        look = self._task_look(made.task)
+        look[self._of_result(FOLDER)] = gr.update(choices=folders, value=folder)
         task = {self._task.component: gr.update(value=self._task.show(recipe.task))}
-        return {**made.show(values), **boxes, **task, **self._planned(made, shown), self._recipe_note: ""}
+        return {**made.show(values), **look, **task, **self._planned(made, shown), self._recipe_note: ""}

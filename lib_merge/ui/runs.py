@@ -11,6 +11,7 @@ from ..events import CancelToken, OnProgress
 from ..execute import Result
 from ..host import Host
 from ..job import Job
+from ..lora import LoraResult
 from .form import Request
 
 
@@ -59,7 +60,9 @@ class Runs:
             self._latest.job.stop()
 
 
-def _work(request: Request, host: Host, title: str, on_progress: OnProgress, cancel: CancelToken) -> Result:
+def _work(
+    request: Request, host: Host, title: str, on_progress: OnProgress, cancel: CancelToken
+) -> Result | LoraResult:
     with (
         host.gpu() if request.device != "cpu" else nullcontext(),
         host.follow(title, cancel, on_progress) as told,

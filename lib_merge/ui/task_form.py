@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
 from ..errors import MergeError
 from ..host import Host
-from . import cards, gr_compat, widgets
+from . import cards, gr_compat, lora_lines, widgets
 from .facts import Facts, facts
-from .form import NAME, Field, Task
+from .task import FIRST_SCREEN, NAME, Field, Task
 from .widgets import Widget, element
 
-_MORE = "More options"
 Updates = dict[Any, Any]
 
 
@@ -27,25 +27,35 @@ class TaskForm:
         self.widgets: dict[str, Widget] = {}
         self.notes: dict[str, Any] = {}
         self.boxes: dict[str, Any] = {}
-        first = [field for field in task.fields if field.is_slot]
+        self.adders: list[tuple[Any, Any]] = []
+        first = [field for field in task.fields if field.section == FIRST_SCREEN]
         values = task.first_values()
-        self._models(first, values)
+        for field in first:
+            self._entry(field, values)
         if task.methods:
             self._method(values)
         rest = [field for field in task.fields if field not in first]
-        for section in dict.fromkeys([field.section or _MORE for field in rest]):
-            self._section(section, [field for field in rest if (field.section or _MORE) == section])
+        for section in dict.fromkeys([field.section for field in rest]):
+            self._section(section, [field for field in rest if field.section == section])
 
-    def _models(self, fields: Sequence[Field], values: dict[str, Any]) -> None:
-        needed = self.task.slots(values)
-        loaded = self._host.loaded()
-        for field in fields:
-            models = self._host.models(field.models)
-            start = (models.name_of(loaded) if loaded else None) or next(iter(models.names), None)
-            with gr.Column(visible=field.name in needed, elem_id=element(self.task, f"box_{field.name}")) as box:
-                self._add(widgets.model_list(self.task, field, self._host, start if field.name == "A" else None))
-                self._note(field.name)
-            self.boxes[field.name] = box
+    def _entry(self, field: Field, values: dict[str, Any]) -> None:
+        """One entry of the first screen, in a box that is shown where the method takes it."""
+        with gr.Column(visible=self.task.shows(field, values), elem_id=element(self.task, f"box_{field.name}")) as box:
+            if field.kind == "loras":
+                adder = widgets.model_list(
+                    self.task, replace(field, name="add_lora", label="Add a LoRA"), self._host, None
+                )
+            start = self._base() if field.name == "A" and field.needed else None
+            self._add(widgets.entry(self.task, field, self._host, start))
+            if field.kind == "loras":
+                self.adders.append((adder.component, self.widgets[field.name].component))
+            self._note(field.name)
+        self.boxes[field.name] = box
+
+    def _base(self) -> str | None:
+        """The host's checkpoint, else the first of the list."""
+        models, loaded = self._host.models("checkpoint"), self._host.loaded()
+        return (models.name_of(loaded) if loaded else None) or next(iter(models.names), None)
 
     def _method(self, values: dict[str, Any]) -> None:
         method = self.task.method(values)
@@ -86,7 +96,7 @@ class TaskForm:
         """Captions, ranges and defaults of the method that was chosen; models that it does not need disappear."""
         method = self.task.method(values)
         if method is None:
-            return {}
+            return self._method_look(values)
         return {
             **self._method_look(values),
             **{
@@ -97,11 +107,13 @@ class TaskForm:
 
     def _method_look(self, values: Mapping[str, Any]) -> Updates:
         method = self.task.method(values)
+        updates: Updates = {
+            box: gr.update(visible=self.task.shows(self.task.field(name), values)) for name, box in self.boxes.items()
+        }
         if method is None:
-            return {}
+            return updates
         names = {param.name for param in method.params}
-        updates: Updates = {self.method_text: cards.method_text(method)}
-        updates |= {box: gr.update(visible=slot in method.inputs) for slot, box in self.boxes.items()}
+        updates[self.method_text] = cards.method_text(method)
         updates |= {
             self.widgets[name].component: gr.update(visible=False) for name in self.task.params if name not in names
         }
@@ -121,14 +133,15 @@ class TaskForm:
                 updates[self.widgets[param.name].component] = gr.update(**look, visible=True)
         return updates | self._method_look(values)
 
-    def models(self) -> list[Widget]:
-        """The widgets that list models."""
-        return [self.widgets[field.name] for field in self.task.fields if field.kind == "model"]
+    def models(self) -> list[Any]:
+        """The components that list models."""
+        lists = [self.widgets[field.name].component for field in self.task.fields if field.kind == "model"]
+        return lists + [adder for adder, _ in self.adders]
 
     def looks(self) -> list[Any]:
         """Everything that `choose_method` may update."""
         params = [self.widgets[name].component for name in self.task.params]
-        return [self.method_text, *self.boxes.values(), *params] if self.task.methods else []
+        return [*([self.method_text] if self.task.methods else []), *self.boxes.values(), *params]
 
     def plain_notes(self) -> Updates:
         """Every note as it is at first."""
@@ -137,11 +150,15 @@ class TaskForm:
     def facts(self, values: Mapping[str, Any]) -> dict[str, Facts]:
         """Field -> what the header says, of every model that is chosen, needed and readable."""
         found = {}
-        needed = self.task.slots(values)
         for field in self.task.fields:
-            if field.kind == "model" and values.get(field.name) and (field.name in needed or not field.is_slot):
+            if field.kind == "model" and values.get(field.name) and self.task.shows(field, values):
                 with suppress(MergeError, OSError):  # the plan says what is wrong with it
                     found[field.name] = facts(self._host.models(field.models).resolve(values[field.name]))
+        for field in self.task.fields:
+            if field.kind == "loras":
+                with suppress(MergeError, OSError):
+                    lines = lora_lines.read(values[field.name], self._host.models(field.models))
+                    found |= {f"lora{number}": facts(line.path) for number, line in enumerate(lines, 1)}
         return found
 
     def gone(self, values: Mapping[str, Any]) -> list[str]:
@@ -157,7 +174,7 @@ class TaskForm:
     def refreshed(self, values: Mapping[str, Any]) -> Updates:
         """The lists of models as they are now; a value that is gone is taken out."""
         gone = self.gone(values)
-        updates: Updates = {}
+        updates: Updates = {adder: gr.update(choices=self._host.models("lora").names) for adder, _ in self.adders}
         for field in self.task.fields:
             if field.kind == "model":
                 widget = self.widgets[field.name]

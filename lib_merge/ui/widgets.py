@@ -11,7 +11,7 @@ import gradio as gr
 from ..host import Host
 from ..kernels.registry import Method, Param
 from . import gr_compat
-from .form import Field, Task
+from .task import Field, Task
 
 NONE = "(none)"
 
@@ -47,7 +47,7 @@ def element(task: Task, name: str) -> str:
 
 def model_list(task: Task, field: Field, host: Host, value: str | None) -> Widget:
     """A list of the host's models."""
-    texts = {} if field.is_slot else {None: NONE}
+    texts = {} if field.needed else {None: NONE}
     start = NONE if texts and value is None else value
     choices = model_choices(field, host)
     return Widget(
@@ -58,7 +58,7 @@ def model_list(task: Task, field: Field, host: Host, value: str | None) -> Widge
 def model_choices(field: Field, host: Host) -> list[str]:
     """What a list of models offers; one that may be left out has an entry for that."""
     names = host.models(field.models).names
-    return names if field.is_slot else [NONE, *names]
+    return names if field.needed else [NONE, *names]
 
 
 def choice(name: str, label: str, choices: Mapping[Any, str], value: Any, elem_id: str, info: str = "") -> Widget:
@@ -69,21 +69,31 @@ def choice(name: str, label: str, choices: Mapping[Any, str], value: Any, elem_i
     return Widget(name, component, choices)
 
 
-def entry(task: Task, field: Field, host: Host) -> Widget:
-    """The component for a field of any kind."""
+def entry(task: Task, field: Field, host: Host, model: str | None = None) -> Widget:
+    """The component for a field of any kind; `model` is chosen at first where it lists models."""
     elem_id = element(task, field.name)
     if field.kind == "model":
-        return model_list(task, field, host, None)
+        return model_list(task, field, host, model)
     if field.kind == "choice":
         texts = {value: text for text, value in field.choices}
         return choice(field.name, field.label, texts, field.default, elem_id, field.help)
     return Widget(field.name, gr_compat.own(_PLAIN[field.kind](field, elem_id)), {})
 
 
+def _line(field: Field, elem_id: str) -> Any:
+    return gr.Textbox(value=field.default, label=field.label, info=field.help or None, elem_id=elem_id)
+
+
+def _lines(field: Field, elem_id: str) -> Any:
+    return gr.Textbox(value=field.default, label=field.label, info=field.help or None, lines=2, elem_id=elem_id)
+
+
 _PLAIN: Mapping[str, Callable[[Field, str], Any]] = {
-    "lines": lambda field, elem_id: gr.Textbox(
-        value=field.default, label=field.label, info=field.help or None, lines=2, elem_id=elem_id
-    ),
+    "lines": _lines,
+    "loras": _lines,
+    # texts, since an emptied number is 0 in some versions
+    "number": _line,
+    "count": _line,
     "check": lambda field, elem_id: gr.Checkbox(
         value=field.default, label=field.label, info=field.help or None, elem_id=elem_id
     ),

@@ -11,7 +11,8 @@ from lib_merge.errors import RecipeError
 from lib_merge.host import standalone
 from lib_merge.kernels.registry import all_methods
 from lib_merge.ui import form
-from lib_merge.ui.form import FormError, request, values_of
+from lib_merge.ui.filling import values_of
+from lib_merge.ui.form import FormError, request
 from lib_merge.ui.tasks.registry import BY_ID, TASKS
 from tests.support import values, write
 

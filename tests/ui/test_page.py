@@ -124,3 +124,31 @@ def test_a_task_brings_its_form_and_its_folders(tmp_path):
     assert updates["merge_merge_form"]["visible"] is False
     assert updates["merge_convert_form"]["visible"] is True
     assert updates["merge_folder"]["choices"] == ["l1", "l2"]
+
+
+def test_loras_of_the_list_become_lines_and_the_plan_tells_of_them(tmp_path):
+    import gradio as gr
+
+    from lib_merge.ui.merge_page import MergePage
+    from lib_merge.ui.tasks.registry import TASKS
+    from tests.test_bake import Q, V, base, lora
+
+    for name in ("c", "l"):
+        (tmp_path / name).mkdir()
+    base(tmp_path / "c" / "base.safetensors")
+    lora(tmp_path / "l" / "ink.safetensors", Q, V)
+    with gr.Blocks() as blocks:
+        page = MergePage(standalone([tmp_path / "c"], [tmp_path / "l"]), TASKS)
+        page.listen(blocks)
+    cleared, text = page._add_lora("ink.safetensors", "")
+    assert (cleared["value"], text) == (None, "ink.safetensors @ 1")
+    assert page._add_lora([], text)[1] == text  # what an emptied list gives in some versions
+    raw = [widget.component.value for _, _, widget in page._named]
+    raw[0] = "Bake LoRAs into a checkpoint"
+    raw[[(id, name) for id, name, _ in page._named].index(("bake", "loras"))] = text
+    updates = page._choose_task(*raw)
+    assert "ink.safetensors</td><td>LoRA, rank 4, fp32" in updates[page._plan]
+    assert "2 merged, 5 copied" in updates[page._plan]
+    shown = {component.elem_id: update for component, update in updates.items() if component.elem_id}
+    assert shown["merge_generate"]["value"] == "Bake"
+    assert shown["merge_name"]["placeholder"] == "base+ink baked.safetensors"

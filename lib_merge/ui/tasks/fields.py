@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from ...recipe import SaveDtype
-from ..form import Field
+from ..task import FIRST_SCREEN, Field
 
 BLOCKS = Field(
     "blocks",
@@ -46,3 +46,23 @@ SAVE_DTYPE = Field(
 )
 OVERRIDE_DTYPE = Field("override_dtype", "Force that precision on every tensor", "check", default=False)
 SEED = Field("seed", "Seed of random methods", "whole number", default=0)
+
+LORAS = Field(
+    "loras",
+    "LoRAs",
+    "loras",
+    "one a line: FILE @ strength, or FILE @ strength @ strength of the text encoders; any number, of any format",
+    models="lora",
+    section=FIRST_SCREEN,
+    needed=True,
+)
+LORA_ALPHA = Field("lora_alpha", "Alpha of LoRAs that carry none", "number", "empty: their rank, a scale of 1")
+RESULT_DTYPE = Field(
+    "save_dtype",
+    "Precision of the result",
+    "choice",
+    default="auto",
+    choices=tuple(
+        ({"auto": "as the inputs (auto)"}.get(name, name), name) for name in get_args(SaveDtype) if name != "keep"
+    ),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...kernels.registry import all_methods
-from ..form import Field, Task
+from ..task import FIRST_SCREEN, Field, Task
 from .fields import (
     ALLOW_MIXED_PREDICTION,
     BLOCKS,
@@ -22,9 +22,30 @@ MERGE_CHECKPOINTS = Task(
     id="merge",
     label="Merge checkpoints",
     fields=(
-        Field("A", "Model A (base)", "model", "the result has its tensors, its metadata and its precision"),
-        Field("B", "Model B", "model", "what is mixed into A"),
-        Field("C", "Model C", "model", "the model that B and A, or B alone, are compared with"),
+        Field(
+            "A",
+            "Model A (base)",
+            "model",
+            "the result has its tensors, its metadata and its precision",
+            section=FIRST_SCREEN,
+            needed=True,
+        ),
+        Field(
+            "B",
+            "Model B",
+            "model",
+            "what is mixed into A",
+            section=FIRST_SCREEN,
+            needed=True,
+        ),
+        Field(
+            "C",
+            "Model C",
+            "model",
+            "the model that B and A, or B alone, are compared with",
+            section=FIRST_SCREEN,
+            needed=True,
+        ),
         BLOCKS,
         EXCLUDE,
         INCLUDE_MODE,

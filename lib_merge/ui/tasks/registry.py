@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from ..form import Task
+from ..task import Task
+from .bake_loras import BAKE_LORAS
+from .combine_loras import COMBINE_LORAS
+from .convert_checkpoint import CONVERT_CHECKPOINT
+from .extract_lora import EXTRACT_LORA
 from .merge_checkpoints import MERGE_CHECKPOINTS
+from .resize_lora import RESIZE_LORA
 
-TASKS: tuple[Task, ...] = (MERGE_CHECKPOINTS,)
+TASKS: tuple[Task, ...] = (
+    MERGE_CHECKPOINTS,
+    BAKE_LORAS,
+    CONVERT_CHECKPOINT,
+    COMBINE_LORAS,
+    EXTRACT_LORA,
+    RESIZE_LORA,
+)
 BY_ID = {task.id: task for task in TASKS}
