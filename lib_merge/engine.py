@@ -192,7 +192,8 @@ def work_list(
             if step.whole or kept(step, threads) or isinstance(step.node, Baked):
                 yield from _tiles(step, max(step.numel, 1))
             else:
-                yield from _tiles(step, cut(step.node, tile), cut(step.node, min(tile, PIECE)))
+                piece = min(tile, MEASURED if step.measured else PIECE)  # measured methods cut for the cache themselves
+                yield from _tiles(step, cut(step.node, tile), cut(step.node, piece))
     yield from _copies(run)
 
 

@@ -110,8 +110,8 @@ class Operands:
             return lambda count: torch.empty(count, dtype=tile.number, device=self._device)
         if self._taken == len(self._pool):
             self._pool.append(Buffer(0, self._device))
-        if self._pool[self._taken].elements < size:
-            self._pool[self._taken] = Buffer(size, self._device)
+        if self._pool[self._taken].elements < size:  # one of two sizes: growing by and by leaves holes in memory
+            self._pool[self._taken] = Buffer(self._most if size <= self._most else self._keep, self._device)
         self._taken += 1
         return partial(self._pool[self._taken - 1].tensor, tile.number)
 
