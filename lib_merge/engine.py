@@ -14,9 +14,10 @@ from .files.source import Source
 from .kernels.registry import Measure, method
 from .operands import Tile
 from .plan import Plan
-from .steps import Baked, Merged, Step, Stored
+from .ports import Sink, Watch
+from .steps import Baked, FreshScale, Merged, Step, Stored
 from .tiles import MEASURED, PIECE, TILE, cut, keep_elements, kept
-from .worker import Sink, Watch, Worker
+from .worker import Worker
 
 _COPY_BYTES = 64 << 20
 
@@ -182,14 +183,15 @@ def work_list(
 ) -> Iterator[Job]:
     """Jobs in the order of the output file; neighbouring tensors that are copied become one range."""
     run: list[Step] = []
-    for step in sorted(steps, key=lambda step: sink.place(step.key)):
+    own = [step for step in steps if not isinstance(step.node, FreshScale)]
+    for step in sorted(own, key=lambda step: sink.place(step.key)):
         if run and not (step.verbatim and _follows(run[-1], step, sources, sink)):
             yield from _copies(run)
             run = []
         if step.verbatim:
             run.append(step)
         else:
-            if step.whole or kept(step, threads) or isinstance(step.node, Baked):
+            if step.whole or kept(step, threads) or step.scale or isinstance(step.node, Baked):
                 yield from _tiles(step, max(step.numel, 1))
             else:
                 piece = min(tile, MEASURED if step.measured else PIECE)  # measured methods cut for the cache themselves

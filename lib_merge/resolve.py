@@ -9,7 +9,7 @@ import msgspec
 
 from .changes import NO_LORAS, Matched, baked, match
 from .channels import Shared, shared_channels
-from .decoding import Tensors, as_stored, decoded
+from .decoding import Tensors, as_stored, coded_again, decoded
 from .dtype_rule import stored_dtype, width_notes
 from .errors import Level, Problem, RecipeError
 from .families import PREFIXES, Detected, component_of, detect, is_first_layer, never_merged
@@ -71,7 +71,8 @@ def resolve(recipe: Recipe, sources: Mapping[str, Source], path: str = "") -> Re
             models[name] = _stored(f"{path}{name}", sources[f"{path}{name}"])
             slots[name] = slot
     recipe = msgspec.structs.replace(recipe, models=slots)
-    resolver = _Resolver(recipe, {name: decoded(nodes, recipe.output) for name, nodes in models.items()}, path)
+    tensors = {name: decoded(nodes, recipe.output, inner=bool(path)) for name, nodes in models.items()}
+    resolver = _Resolver(recipe, tensors, path)
     resolver.matched = match(recipe, _shapes(resolver.models["A"]), resolver.family, sources, path)
     if recipe.vae is not None:
         theirs = _stored(f"{path}vae", sources[f"{path}vae"])
@@ -143,7 +144,7 @@ class _Resolver:
         if key in self.vae:
             return self._bake(self._copy(key, self.vae[key], "taken from the VAE file"))
         if key in self.sides:
-            return self._copy(key, base, "goes with fp8 codes")
+            return Step(key, base.dtype, base.shape, "copied", base, "goes with fp8 codes")
         if (table := repaired(key, base)) is not None:
             return Step(key, table.dtype, table.shape, "copied", table, REPAIRED)
         if self._excluded(key):
@@ -237,11 +238,16 @@ class _Resolver:
         """The steps once it is known whether A's fp8 codes become numbers: all of them do, or none.
 
         A merge that takes some of them as numbers decodes the others too, and so does a convert that names a dtype.
+        Where all of them are to be stored as fp8 they become codes again, with scales as A has them.
         """
         codes = [key for key, node in self.models["A"].items() if isinstance(node, Scaled)]
         names_dtype = self.recipe.output.save_dtype not in ("auto", "keep")
         numbers = {*self.merged, *(step.key for step in steps if isinstance(step.node, Baked))}
         if (self.method is None and names_dtype) or not numbers.isdisjoint(codes):
+            coded = coded_again(steps, self.tensors["A"]) if codes and not self.path else None
+            if coded is not None:
+                self._tell_coded([step.key for step in coded if step.scale])
+                return coded
             gone = [step.key for step in steps if step.key in self.sides]
             if codes:
                 self.discarded += gone
@@ -251,6 +257,11 @@ class _Resolver:
         if self.method is not None:
             self.kept_codes += [step.key for step in steps if step.key in codes and self._would_cast(step)]
         return [as_stored(step) if step.key in codes else step for step in steps]
+
+    def _tell_coded(self, fresh: Sequence[str]) -> None:
+        if fresh:
+            what = f"{count_of(fresh)} stored as scaled fp8 again, each with a fresh scale: {named(fresh)}"
+            self.found.append(Problem("note", what, tensor=fresh[0]))
 
     def _would_cast(self, step: Step) -> bool:
         codes = as_stored(step).dtype

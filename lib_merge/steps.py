@@ -214,7 +214,28 @@ class Baked:
         return any(change.whole and change.strength for change in self.changes)
 
 
-Node = Stored | Zeros | Counting | Scaled | Channels | Joined | Merged | Baked
+@dataclass(frozen=True)
+class FreshScale:
+    """The scale of codes that are made anew: float32, computed and written by the step of the codes.
+
+    Attributes:
+        key: its name in the output.
+        shape: in a layout that `quant.fp8` knows.
+        weight: the numbers that are coded.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    weight: Node
+    dtype: ClassVar[str] = "F32"
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The numbers."""
+        return (self.weight,)
+
+
+Node = Stored | Zeros | Counting | Scaled | Channels | Joined | Merged | Baked | FreshScale
 
 
 @dataclass(frozen=True)
@@ -228,6 +249,7 @@ class Step:
         action: `merged` when a method is applied, `copied` when A's (or the VAE file's) values are kept.
         node: where the values come from.
         reason: why it is copied, or which rule set its parameters; empty for the plain case.
+        scale: what is written beside it, where it is stored as codes with a fresh scale; a step of its own names it.
     """
 
     key: str
@@ -236,6 +258,7 @@ class Step:
     action: Action
     node: Node
     reason: str = ""
+    scale: FreshScale | None = None
 
     @property
     def numel(self) -> int:

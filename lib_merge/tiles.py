@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .files.dtypes import DTYPES
 from .kernels.measure import BLOCK, row_block
 from .steps import Baked, Merged, Node, Step, Stored, leaves, walk
@@ -19,6 +21,8 @@ _BAKE_ELEMENTS = 1 << 18
 _WORKER_BYTES = 4 << 20
 _WIDEST_BYTES = 8
 _DRAW_BYTES = 2
+# Blocks alive beside the values while they are coded: magnitudes, factors, quotients, and their rounding.
+_CODING_BLOCKS = 4
 
 
 def bake_rows(columns: int) -> int:
@@ -27,6 +31,12 @@ def bake_rows(columns: int) -> int:
     A constant of the definition, not a setting: where a product of matrices is cut may change its last bit.
     """
     return max(1, _BAKE_ELEMENTS // max(1, columns))
+
+
+def block_elements(step: Step) -> int:
+    """Elements of a step's blocks of rows, at least one; see `bake_rows`."""
+    columns = math.prod(step.shape[1:])
+    return max(1, min(step.numel, bake_rows(columns) * columns))
 
 
 def cut(node: Node, tile: int) -> int:
@@ -49,6 +59,11 @@ def kept(step: Step, threads: int) -> bool:
 
 def worker_bytes(step: Step) -> int:
     """What one worker holds while it works on a step, kept tensors aside."""
+    coding = _CODING_BLOCKS * _WIDEST_BYTES * block_elements(step) if step.scale else 0
+    return coding + _computing_bytes(step)
+
+
+def _computing_bytes(step: Step) -> int:
     if isinstance(step.node, Baked):
         return _baked_bytes(step, step.node)
     if step.whole:
@@ -70,7 +85,7 @@ def _baked_bytes(step: Step, node: Baked) -> int:
     parts = 3 * width * sum(change.numel for change in node.changes)
     if step.whole:
         return _WORKER_BYTES + parts + (sum(1 for _ in leaves(node)) + 3) * width * step.numel
-    block = min(step.numel, bake_rows(node.columns) * node.columns)
+    block = block_elements(step)
     ahead = _ahead_bytes(step) * min(step.numel, max(block, TILE))
     return _WORKER_BYTES + parts + ahead + (_alive(node) + 2) * _WIDEST_BYTES * max(block, MEASURED)
 

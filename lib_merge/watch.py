@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .families import Detected, block_of, component_of, detect
 from .kernels.measure import BLOCK, change_sums, compare_sums, dot, row_block
 from .plan import Plan
-from .steps import Baked, Channels, Counting, Merged, Node, Scaled, Step, Stored, Zeros
+from .steps import Baked, Channels, Counting, FreshScale, Merged, Node, Scaled, Step, Stored, Zeros
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,8 @@ class Watcher:
             row = _row(step, found, total, self._largest.get(step.key, math.nan))
             if self._plan.recipe.loras:
                 row |= _lora_columns(step.node, row["max_change"])
-            if isinstance(step.node, (Stored, Counting)) and step.action == "copied":  # another file's, or repaired
+            another = isinstance(step.node, (Stored, Counting)) and step.action == "copied"  # file's, or repaired
+            if another or isinstance(step.node, FreshScale):
                 row["dtype_a"] = self._plan.sources[self._plan.base].tensors[step.key].dtype
             rows.append(row)
         return rows

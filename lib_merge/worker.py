@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .baking import Baking
 from .buffers import Buffer
@@ -19,9 +19,10 @@ from .kernels.registry import Method, method
 from .kernels.rounding import to_odd
 from .lazy import np, torch
 from .operands import Operands, Program, Tile
-from .quant.fp8 import scaled
-from .steps import Baked, Channels, Counting, Joined, Merged, Node, Scaled, Step, Stored
-from .tiles import TILE, bake_rows, cut
+from .ports import Sink, Watch
+from .quant.fp8 import fresh_scale, in_units, scaled, widen
+from .steps import Baked, Channels, Counting, FreshScale, Joined, Merged, Node, Scaled, Step, Stored
+from .tiles import TILE, bake_rows, block_elements, cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,29 +30,6 @@ if TYPE_CHECKING:
 
 # (flat operands, first element) -> a method's result, flat.
 Application = Callable[[list["Tensor"], int], "Tensor"]
-
-
-class Sink(Protocol):
-    """Where results go: bytes at an offset of a tensor, or whole ranges of an input."""
-
-    def place(self, key: str) -> tuple[int, int]:
-        """(part, absolute offset), by which work is ordered."""
-
-    def write(self, key: str, offset: int, view: memoryview) -> None:
-        """Bytes of a tensor from byte `offset` on."""
-
-    def copy(self, key: str, offset: int, source: Source, source_key: str, count: int) -> None:
-        """`count` bytes of an input as they are."""
-
-
-class Watch(Protocol):
-    """Sees the operands and the result of a merged step, for reports; must not change them."""
-
-    def before(self, step: Step, low: int, operands: list[Tensor]) -> None:
-        """Operands of the step's method from element `low` on."""
-
-    def after(self, step: Step, low: int, result: Tensor) -> None:
-        """Result of the same tile."""
 
 
 class Worker:
@@ -97,6 +75,8 @@ class Worker:
         if isinstance(step.node, Counting):
             numbers = np.arange(tile.low, tile.high, dtype="<i8")
             self._sink.write(step.key, numbers.itemsize * tile.low, numbers.data.cast("B"))
+        elif step.scale is not None:
+            self._encode(tile, step.scale, measures)
         elif isinstance(step.node, Baked):
             self._bake(tile, step.node)
         elif tile.piece:
@@ -215,7 +195,7 @@ class Worker:
 
     def _bake(self, tile: Tile, node: Baked) -> None:
         """Compute and write a whole tensor with LoRAs, in blocks of rows where they allow it."""
-        step, watch, size = tile.step, self._watch, DTYPES[tile.step.dtype].bits // 8
+        step, size = tile.step, DTYPES[tile.step.dtype].bits // 8
         baking = Baking(node, self._sources, tile.number)
         piece = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
         block = max(piece, TILE // piece * piece)
@@ -227,13 +207,66 @@ class Worker:
             base = self._program(node.base, part, examined=not baking.only_adds)
             for low in range(first, part.high, piece):
                 values = base(low, min(piece, part.high - low)).cpu()  # where the LoRAs are multiplied
-                if watch is not None and step.merge is None:
-                    watch.before(step, low, [values])
-                baking.apply(values.view(-1, node.columns), low // node.columns)
-                if watch is not None and _seen_baked(step):
-                    watch.after(step, low, values)
+                self._change(step, node, baking, values, low)
                 self._round(step, values, out, low - first)
             self._sink.write(step.key, first * size, out.bytes(part.count * size))
+
+    def _change(self, step: Step, node: Baked, baking: Baking, values: Tensor, low: int) -> None:
+        """Rows from element `low` on with the LoRAs, in place."""
+        watch = self._watch
+        if watch is not None and step.merge is None:
+            watch.before(step, low, [values])
+        baking.apply(values.view(-1, node.columns), low // node.columns)
+        if watch is not None and _seen_baked(step):
+            watch.after(step, low, values)
+
+    def _blocks(self, tile: Tile, measures: Sequence[Any] = ()) -> Iterator[tuple[int, Tensor]]:
+        """First element and values of a whole tensor's blocks of rows; of all its rows where they cannot be cut."""
+        step = tile.step
+        node = step.node if isinstance(step.node, Baked) else None
+        baking = Baking(node, self._sources, tile.number) if node else None
+        size = self._block_size(step, measures)
+        first = replace(tile, high=min(size, step.numel))
+        base = self._program(node.base if node else step.node, first, measures, examined=True)
+        for low in range(0, step.numel, size):
+            values = base(low, min(size, step.numel - low)).cpu()  # where the LoRAs are multiplied
+            if node and baking:
+                self._change(step, node, baking, values, low)
+            yield low, values
+
+    def _block_size(self, step: Step, measures: Sequence[Any]) -> int:
+        uncut = step.whole or (step.measured and not measures)
+        return max(1, step.numel) if uncut else block_elements(step)
+
+    def _encode(self, tile: Tile, scale: FreshScale, measures: Sequence[Any]) -> None:
+        """Compute and write a whole tensor as fp8 codes, and their scale: one pass for the scale, one for the codes."""
+        step, shape = tile.step, tile.step.shape
+        # What cannot be cut is in memory already and is computed once.
+        once = list(self._blocks(tile, measures)) if self._block_size(step, measures) >= step.numel else None
+        reach = torch.zeros(scale.shape, dtype=tile.number)
+        with nullcontext() if once else self._unwatched():
+            for low, values in once or self._blocks(tile, measures):
+                if not all_finite(values):
+                    self._blame_result(step)
+                for at in range(0, values.numel(), block_elements(step)):
+                    widen(reach, values[at : at + block_elements(step)], shape, low + at)
+        fresh = fresh_scale(reach, step.dtype)
+        if once is None:
+            self._in.begin()
+        for low, values in once or self._blocks(tile, measures):
+            for at in range(0, values.numel(), block_elements(step)):
+                part = values[at : at + block_elements(step)]
+                self._store(step, low + at, in_units(part, fresh, step.dtype, shape, low + at))
+        self._sink.write(scale.key, 0, fresh.numpy().reshape(-1).data.cast("B"))
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """What is computed a second time is seen then."""
+        watch, self._watch = self._watch, None
+        try:
+            yield
+        finally:
+            self._watch = watch
 
     def _baked(self, node: Baked, tile: Tile) -> Program:
         """A whole tensor with LoRAs that another node needs."""
@@ -342,12 +375,15 @@ class Worker:
                 hint="store it wider: --save-dtype bf16 or fp32",
             )
         if step.action == "merged":
-            raise NumberError(
-                "the result holds a value that is not finite",
-                file=file,
-                tensor=step.key,
-                hint="lower the method's parameters, or exclude the tensor",
-            )
+            self._blame_result(step)
+
+    def _blame_result(self, step: Step) -> NoReturn:
+        raise NumberError(
+            "the result holds a value that is not finite",
+            file=self._in.path(step.node),
+            tensor=step.key,
+            hint="lower the method's parameters, or exclude the tensor",
+        )
 
 
 def _seen_baked(step: Step) -> bool:

@@ -26,7 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("report_html",),
     ("recipe", "report", "job", "steps"),
     (
-        *("catalog", "presets", "choose", "dtype_rule", "inspection", "metadata", "settings", "tiles"),
+        *("catalog", "presets", "choose", "dtype_rule", "inspection", "metadata", "ports", "settings", "tiles"),
         *("channels", "decoding", "prediction", "repairs", "vae"),
     ),
     ("changes", "baking"),
@@ -50,6 +50,7 @@ TORCH_ABOVE = {
     "baking",
     "buffers",
     "operands",
+    "ports",
     "crew",
     "devices",
     "contrast",

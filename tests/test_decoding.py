@@ -90,7 +90,7 @@ def test_codes_are_merged_as_numbers_and_stored_as_bf16(tmp_path, spelling):
     ("how", "dtypes"),
     [
         ({}, ("BF16", "F16")),
-        ({"save_dtype": "keep"}, ("BF16", "F16")),
+        ({"save_dtype": "keep"}, ("F8_E4M3", "F16")),
         ({"save_dtype": "fp16"}, ("F16", "F16")),
         ({"save_dtype": "fp32"}, ("F32", "F32")),
         ({"save_dtype": "fp8_e4m3fn", "override_dtype": True}, ("F8_E4M3", "F8_E4M3")),

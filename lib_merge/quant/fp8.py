@@ -22,7 +22,9 @@ Shape = tuple[int, ...]
 FORMATS = {"F8_E4M3": ("float8_e4m3fn", 448.0), "F8_E5M2": ("float8_e5m2", 57344.0)}
 # What stands in place of `weight` in the names of a weight's scale, and of tensors that only a quantized run needs.
 SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
-SIDES = ("scale_input", "input_scale", "comfy_quant")
+# One of these says of which kind the codes are.
+FORMAT_SIDE = "comfy_quant"
+SIDES = ("scale_input", "input_scale", FORMAT_SIDE)
 # Last name of an empty tensor that says of a whole model that its fp8 weights have scales.
 MARKER = "scaled_fp8"
 SQUARE = 128
@@ -110,6 +112,56 @@ def _factors(scale: Tensor, shape: Shape, start: int, count: int) -> Tensor:
     return scale[down][:, across].reshape(-1)[start - top * columns :][:count]
 
 
+def widen(reach: Tensor, values: Tensor, shape: Shape, start: int = 0) -> None:
+    """Raise the largest magnitude under each scale, in place, to that of some more rows.
+
+    Args:
+        reach: so far, zeros at first; of the values' dtype, in one of the layouts.
+        values: whole rows of the matrix [first axis, rest], flat, finite.
+        shape: of the whole weight.
+        start: element of the weight that `values` starts at.
+    """
+    if not values.numel():
+        return
+    magnitudes = values.abs()
+    if reach.numel() == 1:
+        reach.copy_(torch.maximum(reach, magnitudes.max()))
+        return
+    columns = math.prod(shape[1:])
+    rows, first = magnitudes.view(-1, columns), start // columns
+    if _pieces(shape, tuple(reach.shape)):
+        part = rows.view(len(rows), -1, math.prod(shape) // reach.numel()).amax(2)
+        so_far = reach.view(shape[0], -1)[first : first + len(rows)]
+        so_far.copy_(torch.maximum(so_far, part))
+        return
+    padded = torch.nn.functional.pad(rows, (0, -columns % SQUARE))
+    part = padded.view(len(rows), -1, SQUARE).amax(2)
+    for down in range(first // SQUARE, -(-(first + len(rows)) // SQUARE)):
+        here = part[max(0, down * SQUARE - first) : (down + 1) * SQUARE - first]
+        reach[down] = torch.maximum(reach[down], here.amax(0))
+
+
+def fresh_scale(reach: Tensor, dtype: str) -> Tensor:
+    """The scale, float32, by which the largest magnitudes become the format's largest number; 1 where all is 0."""
+    scale = reach.to(torch.float32).div(FORMATS[dtype][1])
+    scale[scale == 0] = 1.0
+    return scale
+
+
+def in_units(values: Tensor, scale: Tensor, dtype: str, shape: Shape, start: int = 0) -> Tensor:
+    """Numbers divided by their scale and cut to the format's range; rounded to the format they are the codes.
+
+    Args:
+        values: flat, float32 or float64, finite: a part of a weight or all of it.
+        scale: float32, in one of the layouts.
+        dtype: `F8_E4M3` or `F8_E5M2`.
+        shape: of the whole weight.
+        start: element of the weight that `values` starts at.
+    """
+    largest = FORMATS[dtype][1]
+    return values.div(_factors(scale, shape, start, values.numel())).clamp_(-largest, largest)
+
+
 def encode(values: Tensor, dtype: str, scale_shape: Shape = ()) -> tuple[Tensor, Tensor]:
     """Codes and a fresh scale: the largest magnitude under each scale becomes the largest number of the format.
 
@@ -121,20 +173,10 @@ def encode(values: Tensor, dtype: str, scale_shape: Shape = ()) -> tuple[Tensor,
     Returns:
         Codes of the weight's shape, rounded to the nearest (ties to even), and the scale, float32; 1 where all is 0.
     """
-    name, largest = FORMATS[dtype]
     shape = tuple(values.shape)
     if not is_layout(shape, scale_shape):
         raise ValueError(f"a scale of shape {list(scale_shape)} does not fit a weight of shape {list(shape)}")
-    magnitudes = values.abs()
-    if _pieces(shape, scale_shape):
-        reach = magnitudes.reshape(math.prod(scale_shape), -1).amax(1).reshape(scale_shape)
-    else:
-        rows, columns = scale_shape
-        padded = magnitudes.new_zeros(rows * SQUARE, columns * SQUARE)
-        padded[: shape[0], : shape[1]] = magnitudes
-        reach = padded.view(rows, SQUARE, columns, SQUARE).amax((1, 3))
-    scale = reach.div(largest)
-    scale[scale == 0] = 1.0
-    factors = _factors(scale, shape, 0, values.numel())
-    codes = values.reshape(-1).div(factors).clamp_(-largest, largest).to(getattr(torch, name))
-    return codes.reshape(shape), scale
+    flat, reach = values.reshape(-1), values.new_zeros(scale_shape)
+    widen(reach, flat, shape)
+    scale = fresh_scale(reach, dtype)
+    return in_units(flat, scale, dtype, shape).to(getattr(torch, FORMATS[dtype][0])).reshape(shape), scale

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lib_merge.quant.fp8 import FORMATS, encode, is_layout, scaled, scales_of, sides_of
+from lib_merge.quant.fp8 import FORMATS, encode, fresh_scale, is_layout, scaled, scales_of, sides_of, widen
 from tests.support import decode
 
 SHAPE = (130, 260)
@@ -54,6 +54,21 @@ def test_encoding_loses_no_more_than_half_a_step(layout, dtype):
     bound = torch.maximum(values.abs() * steps[0], factors * steps[1]) * 1.0001
     assert bool(((back - values).abs() <= bound).all())
     assert float(codes.float().abs().max()) == largest  # the scale is as fine as it can be
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 50, 128])
+def test_the_scale_of_a_weight_that_comes_in_rows(layout, rows):
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    reach = torch.zeros(layout)
+    for low in range(0, SHAPE[0], rows):
+        widen(reach, values[low : low + rows].reshape(-1), SHAPE, low * SHAPE[1])
+    numbers = np.arange(reach.numel()).reshape(layout)
+    mine = [int(factor(numbers, row, column)) for row in range(SHAPE[0]) for column in range(SHAPE[1])]
+    largest = np.zeros(reach.numel(), "<f4")
+    np.maximum.at(largest, mine, values.abs().numpy().reshape(-1))
+    assert reach.numpy().tobytes() == largest.tobytes()
+    assert fresh_scale(reach, "F8_E4M3").numpy().tobytes() == (largest / np.float32(448)).tobytes()
 
 
 def test_encoding_keeps_what_has_codes():
