@@ -355,6 +355,15 @@ class _Resolver:
                 "nothing would be merged: include mode without a pattern includes nothing",
                 hint="name what is to be merged with --exclude PATTERN",
             )
+        for name in self.donors:
+            if detect(_shapes(self.models[name])).kind == "adapter":
+                slot = self.recipe.models[name]
+                return Problem(
+                    "error",
+                    f"nothing would be merged: model {name} is a LoRA, not a checkpoint",
+                    slot.file if slot else None,
+                    hint="bake it in: lib-merge bake CHECKPOINT LORA, or add it to a merge with --lora",
+                )
         samples = {name: next(iter(tensors), "no tensors") for name, tensors in self.models.items()}
         shown = ", ".join(f"{name} has {key}" for name, key in samples.items())
         return Problem(

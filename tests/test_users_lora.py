@@ -111,6 +111,16 @@ def test_08_a_lora_that_matches_nothing_is_an_error(tmp_path, capsys):
     assert not out.exists()
 
 
+def test_08_a_lora_in_the_place_of_a_checkpoint_is_told_by_name(tmp_path, capsys):
+    base, ink = sd1(tmp_path / "base.safetensors"), lora(tmp_path / "ink.safetensors", KOHYA[Q])
+    assert main(["merge", str(base), str(ink), "-o", str(tmp_path / "out.safetensors")]) == 1
+    said = capsys.readouterr().err
+    assert "model B is a LoRA" in said
+    assert "ink.safetensors" in said
+    assert "lib-merge bake" in said
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_08_a_lora_without_effect_is_told_and_changes_no_byte(tmp_path):
     weights = values((8, 8), 2)
     weights[0] = -0.0

@@ -154,7 +154,8 @@ def _plan(source: Source, path: Path, names: str, family: str | None, lora_alpha
     if family is not None:
         found = replace(found, id=family, family=families.family(family))
     if found.family is None:
-        hint = "say which one: --family flux, sdxl, wan …"
+        known = ", ".join(item.id for item in families.FAMILIES if item.adapter)
+        hint = f"say which one with --family: {known}"
         raise RecipeError("the LoRA's modules could be those of several model families", file=path, hint=hint)
     if adapter.needs_alpha and names != "peft":
         hint = "put adapter_config.json beside it, or give the number it was trained with: --lora-alpha X"
