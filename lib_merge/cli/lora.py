@@ -190,7 +190,9 @@ def _described(made: LoraResult, planned: bool) -> str:
         told = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
         done = f"{made.modules} modules{told}, {made.copied} tensors copied"
         lines = [f"wrote {made.output}: {done}"]
-        error = f"relative error {made.error:.3g}"
+        error = (
+            f"relative error {made.error:.3g}" if made.error else "nothing cut off; its factors are rounded as stored"
+        )
         lines.append(f"{error}, largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else error)
     lines += [f"warning: {text}" for text in made.warnings]
     lines += [f"note: {text}" for text in made.notes]
