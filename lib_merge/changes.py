@@ -271,7 +271,7 @@ class _Matcher:
                         hint="check that the two are of one family"))  # fmt: skip
         elif lost or adapter.leftover:
             names = [*(piece.stem for piece in lost), *adapter.leftover]
-            what = f"{len(names)} of {lora.file} are not found in the checkpoint and not used: {named(names)}"
+            what = f"{len(names)} modules of {lora.file} are not found in the checkpoint and not used: {named(names)}"
             say(Problem("warning", what, file, tensor=names[0]))
 
 

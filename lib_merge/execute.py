@@ -67,6 +67,9 @@ class Running:
         for name, value in (("threads", self.threads), ("tile", self.tile)):
             if value is not None and value < 1:
                 raise RecipeError(f"{name} must be at least 1, not {value}")
+        if self.overwrite and self.number:
+            hint = "choose one: replace what is there, or write NAME_1"
+            raise RecipeError("overwrite and number exclude each other", hint=hint)
         check_device(self.device)
 
 

@@ -26,7 +26,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import lib_merge
-from lib_merge.errors import CancelledError, FileError, MergeError, NumberError, OutputError, PlanError
+from lib_merge.errors import CancelledError, FileError, MergeError, NumberError, OutputError, PlanError, RecipeError
 from lib_merge.files.temporary import sweep
 from lib_merge.samples import make_sample
 
@@ -510,6 +510,8 @@ def test_an_existing_output_is_kept_unless_told(small, tmp_path):
     with pytest.raises(PlanError, match="the output exists"):
         lib_merge.merge(small.a, small.b, out=out, alpha=0.25)
     assert out.read_bytes() == b"old"
+    with pytest.raises(RecipeError, match="exclude each other"):
+        lib_merge.merge(small.a, small.b, out=out, number=True, overwrite=True)
     assert lib_merge.merge(small.a, small.b, out=out, number=True, alpha=0.25).output == tmp_path / "out_1.safetensors"
     assert out.read_bytes() == b"old"
     lib_merge.merge(small.a, small.b, out=out, overwrite=True, alpha=0.25)

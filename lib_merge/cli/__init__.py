@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import click
 
@@ -17,6 +18,8 @@ from ..errors import MergeError
 from ..version import __version__
 from . import folding, lora, reading, serving, writing
 from .show import print_error, print_usage_error
+
+_INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (click.Abort, KeyboardInterrupt):
         print("error: interrupted; what was not finished is removed", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     except MergeError as error:
         if "--debug" in words:
             raise
@@ -78,3 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("hint: this should not happen: run it again with --debug and report what it shows", file=sys.stderr)
         return 1
     return 0
+
+
+def run() -> NoReturn:
+    """The whole process: the command line, then its exit status."""
+    status = main()
+    if status == _INTERRUPTED:  # torch may be half loaded: its own threads would abort an orderly end
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)

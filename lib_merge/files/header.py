@@ -166,9 +166,9 @@ def load_json(raw: bytes, path: object, what: str, opening: str = "") -> dict[st
         if b"\\u" in raw:  # may be half a surrogate pair, which could be neither written nor shown
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{opening}the {what} is not JSON ({error})", file=path) from error
+        raise FileError(f"{opening}the {what} is not JSON ({error})", file=path, hint=_AGAIN) from error
     if not isinstance(document, dict):
-        raise FileError(f"{opening}the {what} is not a JSON object", file=path)
+        raise FileError(f"{opening}the {what} is not a JSON object", file=path, hint=_AGAIN)
     return document
 
 
