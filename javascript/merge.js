@@ -40,8 +40,10 @@
     // Hosts bind these keys for every tab; standalone nobody else does.
     function press(event) {
         if (element("tab_merge_tab")) return;
+        // In a field or a list Escape closes that; it must not throw away a run.
+        const typing = event.target.closest && event.target.closest("input, textarea, select, [role=listbox]");
         const enter = event.key === "Enter" && (event.ctrlKey || event.metaKey);
-        const wanted = enter ? button("merge_generate") : event.key === "Escape" ? button("merge_interrupt") : null;
+        const wanted = enter ? button("merge_generate") : event.key === "Escape" && !typing ? button("merge_interrupt") : null;
         if (!wanted || wanted.disabled) return;
         wanted.click();
         event.preventDefault();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -72,7 +73,9 @@ def _slot_text(slot: str) -> str:
 
 
 def _written(target: Path) -> str:
-    state = "replaces the file that is there" if target.exists() else "new"
+    state = (
+        "replaces the file that is there" if os.path.exists(target) else "new"
+    )  # false, not an error, for a name that is too long
     return (
         f"<p>Writes <code>{escape(target.name)}</code> ({state})<br><small>in {escape(str(target.parent))}</small></p>"
     )

@@ -153,6 +153,8 @@ def test_the_plan_and_the_result(asked, tmp_path):
     assert "Warning:" in said
     replaced = text(cards.plan_card(plan.plan, known, tmp_path / "new.safetensors"))
     assert "replaces the file that is there" in replaced
+    too_long = text(cards.plan_card(plan.plan, known, tmp_path / f"{'n' * 300}.safetensors"))
+    assert "(new)" in too_long  # what refuses it is the run
     plan.plan.close()
 
 
