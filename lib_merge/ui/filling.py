@@ -49,6 +49,19 @@ def values_of(task: Task, recipe: Recipe, host: Host) -> dict[str, Any]:
     return values
 
 
+def not_found(task: Task, recipe: Recipe, host: Host) -> list[str]:
+    """What to say of each model that the recipe names and the form leaves open: missing, or there several times."""
+    said = []
+    for field in task.fields:
+        slot = _slot(recipe, field.name) if field.kind == "model" else None
+        if slot is None or slot.file is None or _listed(host, field.models, slot) is not None:
+            continue
+        same = _namesakes(host, field.models, slot)
+        why = f"is there {len(same)} times ({', '.join(same)}): choose one" if same else "is not among the models"
+        said.append(f"{field.label}: {slot.file} {why}")
+    return said
+
+
 def _slot(recipe: Recipe, name: str) -> Slot | None:
     """The model of a field: the recipe's VAE, one of its models, or its first LoRA."""
     if name == "vae":
@@ -131,8 +144,14 @@ def _listed(host: Host, kind: Kind, slot: Slot | None) -> str | None:
         return None
     models = host.models(kind)
     cache = host.hashes()
-    same = [name for name in models.names if models.resolve(name).name == slot.file]
+    same = _namesakes(host, kind, slot)
     if slot.sha256:
         known = [name for name in models.names if cache.get(models.resolve(name)) == slot.sha256]
         return next(iter(known), same[0] if len(same) == 1 else None)
     return same[0] if len(same) == 1 else None
+
+
+def _namesakes(host: Host, kind: Kind, slot: Slot) -> list[str]:
+    """The models of that file name, in whatever folder."""
+    models = host.models(kind)
+    return [name for name in models.names if models.resolve(name).name == slot.file]

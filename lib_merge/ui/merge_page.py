@@ -343,4 +343,6 @@ class MergePage:
         look = self._task_look(made.task)
         look[self._of_result(FOLDER)] = gr.update(choices=folders, value=folder)
         task = {self._task.component: gr.update(value=self._task.show(recipe.task))}
-        return {**made.show(values), **look, **task, **self._planned(made, shown), self._recipe_note: ""}
+        open_ = filling.not_found(made.task, recipe, self._host)
+        note = cards.error_card(MergeError("; ".join(open_))) if open_ else ""
+        return {**made.show(values), **look, **task, **self._planned(made, shown), self._recipe_note: note}

@@ -11,7 +11,7 @@ from lib_merge.errors import RecipeError
 from lib_merge.host import standalone
 from lib_merge.kernels.registry import all_methods
 from lib_merge.ui import form
-from lib_merge.ui.filling import values_of
+from lib_merge.ui.filling import not_found, values_of
 from lib_merge.ui.form import FormError, request
 from lib_merge.ui.tasks.registry import BY_ID, TASKS
 from tests.support import values, write
@@ -115,6 +115,20 @@ def test_models_of_a_recipe_are_found_by_their_contents_first(host, tmp_path):
     recipe = lib_merge.Recipe(method="weighted_sum", models={"A": recipes.Slot(file="gone.safetensors"), "B": slot})
     shown = values_of(MERGE, recipe, host)
     assert (shown["A"], shown["B"]) == (None, "b.safetensors")
+    assert [said.endswith("gone.safetensors is not among the models") for said in not_found(MERGE, recipe, host)] == [
+        True
+    ]
+
+
+def test_a_model_that_could_be_either_of_two_is_left_open_and_said(tmp_path):
+    for folder in ("", "sub"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write(tmp_path / folder / "twin.safetensors", {"w": values((2,), 0)})
+    recipe = lib_merge.Recipe(method="weighted_sum", models={"A": recipes.Slot(file="twin.safetensors")})
+    (said,) = not_found(MERGE, recipe, standalone([tmp_path]))
+    assert "Model A" in said
+    assert "twin.safetensors is there 2 times" in said
+    assert "sub/twin.safetensors" in said
 
 
 @pytest.mark.parametrize(
