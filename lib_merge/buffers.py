@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ class Buffer:
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
         self.elements = elements
-        self._memory = torch.empty(elements * WIDEST_BYTES, dtype=torch.uint8, device=device)
+        self._memory = _memory(elements * WIDEST_BYTES, device)
         self._tensors: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self._bytes: dict[int, memoryview] = {}
         self._signs: dict[tuple[int, int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
@@ -72,3 +73,10 @@ class Buffer:
             self._tensors.clear()
             self._bytes.clear()
             self._signs.clear()
+
+
+def _memory(count: int, device: str) -> Tensor:
+    """Bytes; of main memory as pages of their own, which go back to the system whole when nobody needs them."""
+    if device == "cpu" and count:
+        return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    return torch.empty(count, dtype=torch.uint8, device=device)
