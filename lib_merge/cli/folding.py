@@ -12,7 +12,7 @@ from .. import report
 from ..fold import Folded, fold, fold_check, quantizer_check
 from ..fold.rounding import CHOICES
 from ..version import __version__
-from .options import Command, debug_option, json_option, options, running_options
+from .options import Command, asked, debug_option, json_option, options, running_options
 from .show import Bar, print_json, print_problems
 
 _rounding = click.option(
@@ -46,18 +46,9 @@ def _fold(dense: str, adapter: str, out: str, quantize: str, **options: Any) -> 
     The modules that ADAPTER names are computed from DENSE, the checkpoint that SHIPPED was made from, and quantized
     anew as SHIPPED stores them; every other byte of SHIPPED is copied.
     """
-    as_json, table = options.pop("as_json"), options.pop("report_path")
-    options.pop("debug")
-    path = Path(table) if table else None
-    if path is not None:
-        path = report.numbered(path) if options["number"] else path
-        report.check_report_path(path, options["overwrite"])
-    how = {
-        **{name: value for name, value in options.items() if name not in ("no_recipe", "hash_output", "no_fsync")},
-        "hash": options["hash_output"] or as_json,
-        "fsync": not options["no_fsync"],
-        "report": path is not None,
-    }
+    as_json, path, how = asked(options)
+    how.pop("keep_recipe")  # nothing of a fold's output says anything of its inputs
+    how["report"] = path is not None
     with Bar() as bar:
         made = fold(dense, adapter, out, quantize=quantize, on_progress=bar, **how)
     if options["dry_run"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -12,7 +11,7 @@ from .. import report
 from ..errors import RecipeError
 from ..families import STYLES
 from ..lora import Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
-from .options import debug_option, json_option, lora_alpha_option, options, writing_options
+from .options import asked, debug_option, json_option, lora_alpha_option, options, writing_options
 from .parse import lora_argument, metadata_object, parameters
 from .show import Bar, print_json
 
@@ -159,21 +158,8 @@ def _rank(text: str | None) -> int | Literal["auto"] | None:
 
 def finish(work: Callable[[dict[str, Any]], LoraResult], options: dict[str, Any]) -> None:
     """Run a command with its common options and print what came of it."""
-    as_json, table = options.pop("as_json"), options.pop("report_path")
-    options.pop("debug")
-    report_path = Path(table) if table else None
-    if report_path is not None:
-        report_path = report.numbered(report_path) if options["number"] else report_path
-        report.check_report_path(report_path, options["overwrite"])
-    how = {
-        **options,
-        "out": options["output"],
-        "keep_recipe": not options["no_recipe"],
-        "hash": options["hash_output"] or as_json,
-        "fsync": not options["no_fsync"],
-    }
-    for name in ("output", "no_recipe", "hash_output", "no_fsync"):
-        how.pop(name)
+    as_json, report_path, how = asked(options)
+    how["out"] = how.pop("output")
     with Bar() as bar:
         made = work({**how, "on_progress": bar})
     if report_path is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
+
+from .. import report
 
 Command = Callable[..., Any]
 
@@ -56,3 +59,28 @@ writing_options = options(
     click.option("-o", "--output", required=True, metavar="OUT", help="File (.safetensors) to write, or folder."),
     running_options,
 )
+
+
+def asked(given: Mapping[str, Any]) -> tuple[bool, Path | None, dict[str, Any]]:
+    """What a command with `running_options` was told.
+
+    Args:
+        given: its options by name.
+
+    Returns:
+        Whether JSON is wanted, where the report goes (None: nowhere), and the other options as the library calls them.
+
+    Raises:
+        MergeError: the report cannot be written there.
+    """
+    how = dict(given)
+    as_json, table = how.pop("as_json"), how.pop("report_path")
+    how.pop("debug")
+    path = Path(table) if table else None
+    if path is not None:
+        path = report.numbered(path) if how["number"] else path
+        report.check_report_path(path, how["overwrite"])
+    how["keep_recipe"] = not how.pop("no_recipe")
+    how["hash"] = how.pop("hash_output") or as_json
+    how["fsync"] = not how.pop("no_fsync")
+    return as_json, path, how

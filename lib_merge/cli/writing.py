@@ -18,6 +18,7 @@ from ..merge import bake, convert, merge, run
 from ..verify import verify
 from .lora import finish as finish_lora
 from .options import (
+    asked,
     debug_option,
     discard_option,
     dtype_options,
@@ -202,22 +203,8 @@ def _demo(folder: str, overwrite: bool, debug: bool) -> None:
 
 def _finish(work: Callable[[dict[str, Any]], Result], options: dict[str, Any]) -> None:
     """Run a writing command with its common options and print what came of it."""
-    as_json, table = options.pop("as_json"), options.pop("report_path")
-    options.pop("debug")
-    report_path = Path(table) if table else None
-    if report_path is not None:
-        report_path = report.numbered(report_path) if options["number"] else report_path
-        report.check_report_path(report_path, options["overwrite"])
-    how = {
-        **options,
-        "out": options["output"],
-        "keep_recipe": not options["no_recipe"],
-        "hash": options["hash_output"] or as_json,
-        "fsync": not options["no_fsync"],
-        "report": report_path is not None,
-    }
-    for name in ("output", "no_recipe", "hash_output", "no_fsync"):
-        how.pop(name)
+    as_json, report_path, how = asked(options)
+    how |= {"out": how.pop("output"), "report": report_path is not None}
     with Bar() as bar:
         made = work({**how, "on_progress": bar})
     if options["dry_run"]:
