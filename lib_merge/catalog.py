@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .errors import FileError, PlanError, Problem
+from .files.companion import ADAPTER_CONFIG
 from .files.hashes import HashCache
 from .files.open import open_model
 from .recipe import Recipe, Slot, called, files
@@ -112,7 +113,7 @@ def _is_model(folder: Path) -> bool:
     names = [item.name for item in _listed(folder)]
     if any(name.endswith(".index.json") or name == "model_index.json" for name in names):
         return True
-    configured = "config.json" in names or "adapter_config.json" in names
+    configured = "config.json" in names or ADAPTER_CONFIG in names
     return configured and any(name.endswith(MODEL_SUFFIXES) for name in names)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +167,26 @@ def _small_float(code: int, dtype: str) -> float:
 def values(shape: tuple[int, ...], seed: int, dtype: str = "<f4") -> np.ndarray[Any, Any]:
     """Small random numbers, the same for the same seed."""
     return (0.1 * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def failing(name: str, nth: int, number: int) -> tuple[Callable[..., Any], list[int]]:
+    """A function of `os` whose n-th call, from any thread, fails with that error; and a list, filled once it did."""
+    real, count, hit, lock = getattr(os, name), itertools.count(1), [], threading.Lock()
+
+    def call(*args: Any, **options: Any) -> Any:
+        with lock:
+            fails = next(count) == nth
+        if not fails:
+            return real(*args, **options)
+        hit.append(1)
+        if name == "close":  # it fails, and the descriptor is closed all the same
+            real(*args, **options)
+        raise OSError(number, os.strerror(number))
+
+    return call, hit
+
+
+def descriptors() -> int:
+    """Open files of this process, where the system tells."""
+    table = Path("/proc/self/fd")
+    return len(list(table.iterdir())) if table.is_dir() else 0

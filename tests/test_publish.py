@@ -29,6 +29,7 @@ import lib_merge
 from lib_merge.errors import CancelledError, FileError, MergeError, NumberError, OutputError, PlanError, RecipeError
 from lib_merge.files.temporary import sweep
 from lib_merge.samples import make_sample
+from tests.support import descriptors, failing
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = "out.safetensors"
@@ -320,24 +321,13 @@ CALLS = ("open", "pwrite", "copy_file_range", "ftruncate", "fsync", "close", "li
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_error_in_every_nth_call(small, tmp_path, monkeypatch, name, number, overwrite):
-    real, met = getattr(os, name), 0
+    met = 0
     for nth in itertools.count(1):
         folder = tmp_path / f"run-{nth}"
         folder.mkdir()
         if overwrite:
             (folder / OUT).write_bytes(b"what stood there before")
-        count, hit, lock = itertools.count(1), [], threading.Lock()
-
-        def call(*args, nth=nth, count=count, hit=hit, lock=lock, **options):
-            with lock:
-                fails = next(count) == nth
-            if not fails:
-                return real(*args, **options)
-            hit.append(1)
-            if name == "close":
-                real(*args, **options)
-            raise OSError(number, os.strerror(number))
-
+        call, hit = failing(name, nth, number)
         before, threads = descriptors(), threading.active_count()
         with monkeypatch.context() as patch:
             patch.setattr(os, name, call)
@@ -374,11 +364,6 @@ def judge_failure(folder, error, job, overwrite):
         assert leftovers(folder) == []
     assert isinstance(error, (OutputError, FileError, PlanError))
     assert error.file
-
-
-def descriptors():
-    table = Path("/proc/self/fd")
-    return len(list(table.iterdir())) if table.is_dir() else 0
 
 
 # Inputs that are broken, or become so.

@@ -8,6 +8,7 @@ from pathlib import Path
 from .header import load_json
 from .source import Source
 
+# Its numbers count as much as the weights, also in the folder's hash.
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model"
 

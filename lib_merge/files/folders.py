@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import FileError
+from .companion import ADAPTER_CONFIG
 from .header import TensorInfo, load_json
 from .source import Part, Source
 from .weights import Weights, read_weights
@@ -22,8 +23,6 @@ _INDEX = re.compile(r"\.index(\.\w+)?\.json$")
 _VARIANT = re.compile(r"\.(fp16|fp32|bf16|non_ema|ema)(?=[.-])")
 # What the loaders of transformers, diffusers, PEFT and MLX take when other weights lie beside it.
 _USUAL = re.compile(r"(model|pytorch_model|diffusion_pytorch_model|adapter_model)\.(safetensors|bin)")
-# Half of a PEFT adapter: its numbers count as much as the weights, also in the folder's hash.
-_ADAPTER_CONFIG = "adapter_config.json"
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)(?:-of-(?P<count>\d+))?\.(?:safetensors|bin)")
 
 
@@ -150,7 +149,7 @@ class _Builder:
         return Source(
             self.root,
             "folder",
-            tuple(self.files) + tuple(file for file in (self.root / _ADAPTER_CONFIG,) if file.is_file()),
+            tuple(self.files) + tuple(file for file in (self.root / ADAPTER_CONFIG,) if file.is_file()),
             self.tensors,
             metadata,
             tuple(self.parts),

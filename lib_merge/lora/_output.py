@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CancelledError, PlanError, RecipeError
 from ..execute import Running
+from ..files.companion import ADAPTER_CONFIG
 from ..files.sink import FileSink, OutPart
 from ..files.target import target_problems
 from ..files.temporary import sweep
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PEFT_STEM = "base_model.model."
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def write(target: Path, result: Stored, metadata: Mapping[str, str], how: Runnin
             sink.write(key, 0, raw(tensor))
         if folder:
             text = json.dumps(result.config, indent=2, ensure_ascii=False) + "\n"
-            sink.add_file(_CONFIG, text.encode())
+            sink.add_file(ADAPTER_CONFIG, text.encode())
         sink.publish([metadata])
 
 

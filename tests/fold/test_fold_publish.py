@@ -18,6 +18,7 @@ import pytest
 import lib_merge
 from lib_merge.errors import CancelledError, FileError, MergeError, OutputError, PlanError
 from tests.fold.making import DOWN, Pair, Q, contents
+from tests.support import descriptors, failing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,20 +57,9 @@ CALLS = ("open", "mkdir", "pwrite", "copy_file_range", "ftruncate", "fsync", "cl
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_error_in_every_nth_call(pair, result, monkeypatch, name, number):
-    real, met, before = getattr(os, name), 0, inputs(pair)
+    met, before = 0, inputs(pair)
     for nth in itertools.count(1):
-        count, hit, lock = itertools.count(1), [], threading.Lock()
-
-        def call(*args, nth=nth, count=count, hit=hit, lock=lock, **options):
-            with lock:
-                fails = next(count) == nth
-            if not fails:
-                return real(*args, **options)
-            hit.append(1)
-            if name == "close":
-                real(*args, **options)
-            raise OSError(number, os.strerror(number))
-
+        call, hit = failing(name, nth, number)
         open_before, threads = descriptors(), threading.active_count()
         error = None
         with monkeypatch.context() as patch:
@@ -108,11 +98,6 @@ def judge(pair, error, result):
             path.unlink()
         Path(kept[1]).rmdir()
     assert names(pair.out.parent) == []
-
-
-def descriptors():
-    table = Path("/proc/self/fd")
-    return len(list(table.iterdir())) if table.is_dir() else 0
 
 
 def test_a_failure_on_the_second_module_leaves_nothing(pair):
