@@ -105,5 +105,5 @@ def tab(browser, server) -> Iterator[Tab]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     opened = Tab(context.new_page(), server.url)
     yield opened
-    context.close()
+    opened.close()
     assert not opened.complaints, "\n".join([*opened.complaints, server.log.read_text()[-2000:]])

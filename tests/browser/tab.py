@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Machines that run tests may be slow and busy; nothing here waits longer than it must.
@@ -36,14 +37,26 @@ class Tab:
 
     def open(self, query: str = "") -> None:
         """Load the page and wait until it has its first answers."""
-        self.page.goto(f"{self.url}{query}")
+        with self._leaving():
+            self.page.goto(f"{self.url}{query}", wait_until="commit")
         self.ready()
 
     def reload(self) -> None:
-        """Load it anew; what the old page says while it goes is not counted."""
-        before = list(self.complaints)
-        self.page.reload()
+        """Load it anew."""
+        with self._leaving():
+            self.page.reload(wait_until="commit")
         self.ready()
+
+    def close(self) -> None:
+        """Leave for good."""
+        with self._leaving():
+            self.page.context.close()
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """What the old page says of its cut connections while it goes is not counted."""
+        before = list(self.complaints)
+        yield
         self.complaints = before
 
     def ready(self) -> None:

@@ -74,4 +74,4 @@ def test_a_merge_in_a_host(browser, host):
     assert not tab.complaints, "\n".join([*tab.complaints, host.log.read_text()])
     # nothing of ours is kept in the host's own file of defaults
     assert json.loads((host.root / "ui-config.json").read_text()) == []
-    context.close()
+    tab.close()
