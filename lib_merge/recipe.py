@@ -20,6 +20,13 @@ Mismatch = Literal["skip", "zeros", "error"]
 SaveDtype = Literal["auto", "keep", "fp64", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"]
 Component = Literal["unet", "te", "vae"]
 LoraNames = Literal["", "kohya", "diffusers", "peft"]
+Scope = Literal["per_prefix", "global", "additive"]
+Profile = Literal["v1.2", "no_slerp", "classic"]
+Rules = Literal["ordered", "document"]
+Refinement = Literal["standard", "enhanced", "maximum"]
+Sparsify = Literal["none", "dare", "della", "dare_conflict", "della_conflict"]
+ConflictMode = Literal["all", "low_conflict", "high_conflict"]
+KeyFilter = Literal["all", "shared_only", "unique_only"]
 Value = float | bool
 
 
@@ -57,6 +64,10 @@ class Lora(_Data, frozen=True):
         te_strength: of the text encoders; None for the same.
         blocks: block weights as text (see `blocks.parse`); a number multiplies the strength, blocks not named keep it.
         alpha: for files that carry none; None takes their rank, so that their scale is 1.
+        conflict_mode: of LoRAs that are merged: the entries that take part: all, those whose sign is the elected one
+            (`low_conflict`), or those whose sign is not (`high_conflict`).
+        key_filter: of LoRAs that are merged: the weights that take part: all, those that another LoRA changes too
+            (`shared_only`), or those that none does (`unique_only`).
         made_by: how the file was made, as it says itself; told along, not carried out.
     """
 
@@ -66,6 +77,8 @@ class Lora(_Data, frozen=True):
     te_strength: float | None = None
     blocks: str = ""
     alpha: float | None = None
+    conflict_mode: ConflictMode = "all"
+    key_filter: KeyFilter = "all"
     made_by: Recipe | None = None
 
 
@@ -74,6 +87,25 @@ class Rule(_Data, frozen=True):
 
     match: str
     params: dict[str, Value]
+
+
+class Optimizer(_Data, frozen=True, omit_defaults=True):
+    """How LoRAs are put together, as far as words say it; numbers are parameters. Of the task lora_merge.
+
+    Attributes:
+        scope: one decision for each weight, one for all, or sums everywhere.
+        profile: the strategies to choose from.
+        rules: the tests that choose, see `choose`.
+        refinement: `enhanced` protects what one LoRA alone brings and takes from each what it shares with stronger
+            ones; `maximum` does so in a common basis of the LoRAs.
+        sparsify: entries dropped by chance before LoRAs are put together.
+    """
+
+    scope: Scope = "per_prefix"
+    profile: Profile = "v1.2"
+    rules: Rules = "ordered"
+    refinement: Refinement = "standard"
+    sparsify: Sparsify = "none"
 
 
 class Output(_Data, frozen=True):
@@ -112,6 +144,7 @@ class Recipe(_Data, frozen=True):
         allow_mixed_prediction: merge although only one of A and B has a marker of what it predicts; A's markers stay.
         only: convert: keep this component alone.
         vae: file whose VAE replaces A's.
+        optimizer: lora_merge: how LoRAs are put together.
     """
 
     lib_merge: int = VERSION
@@ -131,6 +164,7 @@ class Recipe(_Data, frozen=True):
     allow_mixed_prediction: bool = False
     only: Component | None = None
     vae: Slot | None = None
+    optimizer: Optimizer = Optimizer()
     output: Output = Output()
 
 
@@ -227,7 +261,20 @@ def with_hashes(recipe: Recipe, hashes: Mapping[str, str], path: str = "") -> Re
     return msgspec.structs.replace(recipe, models=models, vae=filled("vae", recipe.vae), loras=loras)
 
 
-_CHOICES = {"task": Task, "mismatch": Mismatch, "save_dtype": SaveDtype, "only": Component, "names": LoraNames}
+_CHOICES = {
+    "task": Task,
+    "mismatch": Mismatch,
+    "save_dtype": SaveDtype,
+    "only": Component,
+    "names": LoraNames,
+    "scope": Scope,
+    "profile": Profile,
+    "rules": Rules,
+    "refinement": Refinement,
+    "sparsify": Sparsify,
+    "conflict_mode": ConflictMode,
+    "key_filter": KeyFilter,
+}
 
 
 def _converted(document: object, where: object) -> Recipe:

@@ -59,6 +59,7 @@ def test_the_text_is_canonical_json():
     assert set(told) == {
         *("lib_merge", "task", "method", "params", "seed", "models", "loras", "blocks", "rules", "exclude"),
         *("include_mode", "discard", "glob", "mismatch", "allow_mixed_prediction", "only", "vae", "output"),
+        "optimizer",
     }
     assert from_json(text) == from_json(EXAMPLE)
     assert to_json(from_json(text)) == text
@@ -272,3 +273,15 @@ def test_hashes_are_filled_in_by_slot_path():
     found = {path: slot.sha256 for path, slot in recipes.files(filled)}
     assert found == {"A": "1", "B.A": None, "B.C": "2", "B.vae": None, "vae": "3"}
     assert recipes.with_hashes(filled, {}) == filled
+
+
+def test_how_loras_are_put_together_is_said_in_words_that_are_checked():
+    read = from_json(document(task="lora_merge", optimizer={"scope": "global", "refinement": "maximum"}))
+    assert (read.optimizer.scope, read.optimizer.refinement, read.optimizer.profile) == ("global", "maximum", "v1.2")
+    assert json.loads(to_json(read))["optimizer"] == {"scope": "global", "refinement": "maximum"}
+    assert json.loads(to_json(Recipe()))["optimizer"] == {}
+    error = refused(document(task="lora_merge", optimizer={"scope": "globally"}))
+    assert "optimizer.scope" in error.what
+    assert error.hint == "choose one of: per_prefix, global, additive"
+    lora = {"file": "a.safetensors", "key_filter": "shared"}
+    assert refused(document(task="lora_merge", loras=[lora])).hint == "choose one of: all, shared_only, unique_only"
