@@ -15,6 +15,7 @@ from .catalog import Catalog
 from .errors import FileError, OutputError
 from .events import CancelToken, OnProgress
 from .files.hashes import HashCache
+from .files.userdata import data_folder
 from .kernels.registry import suggestion
 
 Kind = Literal["checkpoint", "lora", "vae"]
@@ -43,6 +44,7 @@ class Host:
         follow: (title, cancel, own callback) -> a context that shows a run in the host's own progress and hears its
             interrupt; gives the callback to call.
         gpu: a context in which the GPU is ours: the host's queue waits and its models are unloaded.
+        data: the folder where presets and the history of runs are kept; need not be there yet.
         threads: workers of a run; None for the cores.
         generators: an event may answer several times (false where the host was started without a queue).
     """
@@ -57,6 +59,7 @@ class Host:
     follow: Following = lambda title, cancel, on_progress: nullcontext(on_progress)
     gpu: Callable[[], AbstractContextManager[None]] = nullcontext
     generators: bool = True
+    data: Callable[[], Path] = data_folder
     threads: int | None = None
     _listed: dict[Kind, tuple[float, Models]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -12,7 +12,6 @@ from typing import Any
 from . import recipe as recipes
 from .catalog import Catalog, PathLike, model_hash, search
 from .engine import Options, carry_out
-from .errors import RecipeError
 from .events import CancelToken, OnProgress
 from .execute import Running
 from .files.dtypes import DTYPES
@@ -25,7 +24,8 @@ from .kernels.registry import method
 from .lazy import np
 from .lora import TASKS, differing
 from .plan import Plan, default_threads, make_plan
-from .recipe import METADATA_KEY, Recipe
+from .presets import in_header
+from .recipe import Recipe
 from .steps import Baked, Merged, Step, walk
 
 TOLERANCE_ULP = 2
@@ -124,12 +124,7 @@ def stored_recipe(source: Source) -> Recipe:
     Raises:
         RecipeError: there is none.
     """
-    text = source.metadata.get(METADATA_KEY)
-    if text is None:
-        raise RecipeError(
-            "the file holds no recipe", file=source.path, hint="it was not written by lib_merge, or with --no-recipe"
-        )
-    return recipes.from_json(text, where=source.path)
+    return in_header(source.metadata, source.path)
 
 
 class _CompareSink:

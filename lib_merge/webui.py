@@ -36,6 +36,7 @@ def host() -> Host:
         follow=_follow,
         gpu=_gpu,
         generators=_generators(),
+        data=_data,
         threads=getattr(shared.cmd_opts, "merge_threads", None),
     )
 
@@ -98,6 +99,13 @@ def _single_files(kind: Kind) -> Sequence[Path]:
     if kind == "vae":
         return [path for folder in _folders("checkpoint") for path in folder.rglob("*.vae.*")]
     return []
+
+
+def _data() -> Path:
+    """Where presets and the history are kept: with what else belongs to this web UI."""
+    from modules import paths
+
+    return Path(paths.data_path) / "merge_tab"
 
 
 # The host's lists

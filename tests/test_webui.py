@@ -48,6 +48,11 @@ def test_folders_and_names(root, tmp_path, family):
 
 
 @each_family
+def test_presets_lie_with_what_belongs_to_the_host(root, family):
+    assert in_host(root, family, HOST + "result = str(host.data())") == str(root / "merge_tab")
+
+
+@each_family
 def test_the_chosen_checkpoint_comes_first_whatever_its_title(root, family):
     code = HOST + (
         "info = sd_models.checkpoint_aliases['two']\n"

@@ -16,7 +16,7 @@ import click
 
 from ..errors import MergeError
 from ..version import __version__
-from . import folding, lora, reading, serving, writing
+from . import folding, keeping, lora, reading, serving, writing
 from .show import print_error, print_usage_error
 
 _INTERRUPTED = 130
@@ -28,7 +28,7 @@ def cli() -> None:
     """Merge checkpoints by streaming: exact, reproducible, verifiable, in a few hundred MB of memory."""
 
 
-for _module in (writing, folding, lora, reading, serving):
+for _module in (writing, folding, lora, reading, keeping, serving):
     _commands = [item for item in vars(_module).values() if isinstance(item, click.Command)]
     _below = [item for group in _commands if isinstance(group, click.Group) for item in group.commands.values()]
     for _command in _commands:

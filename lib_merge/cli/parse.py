@@ -6,16 +6,12 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import RecipeError
-from ..files.open import open_model
 from ..kernels.registry import method
-from ..recipe import Recipe, from_json
-from ..verify import stored_recipe
 
 _NUMBER = re.compile(r"^(?P<rest>.+?)@(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$", re.IGNORECASE)
 _LORA = re.compile(
@@ -108,10 +104,3 @@ def metadata_object(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RecipeError("--metadata is not a JSON object", hint='write it as {"name": "value"}')
     return value
-
-
-def read_recipe(path: Path) -> Recipe:
-    """A recipe from a .json file or from the header of a merged model."""
-    if path.suffix == ".json" and path.is_file():
-        return from_json(path.read_bytes(), where=path)
-    return stored_recipe(open_model(path))

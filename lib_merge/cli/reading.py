@@ -17,8 +17,8 @@ from ..inspection import inspect
 from ..kernels.registry import all_methods, method
 from ..recipe import to_json
 from ..verify import verify
+from .keeping import kept_recipe
 from .options import debug_option, glob_option, json_option, models_option
-from .parse import read_recipe
 from .show import Bar, print_json
 from .text import blocks_text, inspect_text, method_dict, method_text, methods_table
 
@@ -71,8 +71,8 @@ def _inspect(file: str, check: bool, as_json: bool, debug: bool) -> None:
 @json_option
 @debug_option
 def _recipe(file: str, as_json: bool, debug: bool) -> None:
-    """Print the recipe that a merged file holds."""
-    print_json(json.loads(to_json(read_recipe(Path(file)))), indent=None if as_json else 2)
+    """Print the recipe that a merged file, or a preset, holds."""
+    print_json(json.loads(to_json(kept_recipe(file))), indent=None if as_json else 2)
 
 
 @click.command("methods")

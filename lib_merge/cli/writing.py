@@ -16,6 +16,7 @@ from ..files.hashes import HashCache
 from ..lora import TASKS
 from ..merge import bake, convert, merge, run
 from ..verify import verify
+from .keeping import kept_recipe, with_inputs
 from .lora import finish as finish_lora
 from .options import (
     asked,
@@ -28,7 +29,7 @@ from .options import (
     vae_option,
     writing_options,
 )
-from .parse import lora_argument, metadata_object, model_argument, parameters, read_recipe, rule
+from .parse import lora_argument, metadata_object, model_argument, parameters, rule
 from .show import Bar, print_json, print_problems
 from .text import describe_plan, describe_result, plan_dict, report_header
 
@@ -156,16 +157,24 @@ def _convert(model: str, metadata: str | None, **options: Any) -> None:
 
 @click.command("run")
 @click.argument("recipe", metavar="RECIPE")
+@click.argument("inputs", nargs=-1, metavar="[MODEL ...]")
+@click.option(
+    "--lora", "loras", multiple=True, metavar="FILE[@W[@TE_W]][:BLOCKS]", help="One LoRA more than the recipe has."
+)
 @models_option
 @writing_options
-def _run(recipe: str, models: Sequence[str], **options: Any) -> None:
-    """Run a recipe again: a .json file, or a merged file that holds one. Inputs beside it are found by themselves."""
+def _run(recipe: str, inputs: Sequence[str], loras: Sequence[str], models: Sequence[str], **options: Any) -> None:
+    """Run a recipe: a .json file, a merged file that holds one, or a preset by name (see `lib-merge presets`).
+
+    MODEL … are for the slots that it leaves open, A first. Inputs beside a recipe's file are found by themselves.
+    """
     path = Path(recipe)
-    wanted = read_recipe(path)
+    wanted = kept_recipe(recipe)
+    wanted, given = with_inputs(wanted, inputs, [lora_argument(text) for text in loras])
 
     def again(how: dict[str, Any]) -> Any:
         catalog = Catalog([Path(folder) for folder in models], HashCache(), near=[path.absolute().parent])
-        located, missing = search(wanted, {}, catalog)
+        located, missing = search(wanted, given, catalog)
         refuse_missing(missing)
         return run(wanted, out=how.pop("out"), files=located, **how)
 
