@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..lazy import torch
 from .arithmetic import as_bits
 from .measure import BLOCK
 from .registry import Measure, Param, merge_method
-from .scratch import PIECE, room, scalar
+from .scratch import PIECE, pieces, room, scalar
 from .similarity import SIMILARITY, blend, exponent_of, gaps, needs_wide, raised, similarities, undefined
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .similarity import Share
-
-
-def _pieces(size: int, *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """The tensors' elements, `size` of each at a time."""
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    for low in range(0, len(flat[0]), size):
-        yield [tensor[low : low + size] for tensor in flat]
 
 
 def _blend_flat(a: Tensor, b: Tensor, share: Share, smoothness: float, draws: Tensor | None) -> Tensor:
@@ -34,7 +27,7 @@ def _blend_flat(a: Tensor, b: Tensor, share: Share, smoothness: float, draws: Te
 
 def _measure_largest(a: Tensor, b: Tensor, *, alpha: float, **_: Any) -> float:
     wide = needs_wide(alpha)
-    return max((float(gaps(x, y, wide).amax()) for x, y in _pieces(PIECE, a, b)), default=0.0)
+    return max((float(gaps(x, y, wide).amax()) for x, y in pieces(PIECE, a, b)), default=0.0)
 
 
 def _largest(parts: list[float]) -> float:
@@ -58,7 +51,7 @@ class Mean(NamedTuple):
 
 def _measure_mean(a: Tensor, b: Tensor, *, alpha: float, **_: Any) -> MeanPart:
     largest, sums = 0.0, []
-    for x, y in _pieces(BLOCK, a, b):
+    for x, y in pieces(BLOCK, a, b):
         gap = gaps(x, y, needs_wide(alpha))
         largest = max(largest, float(gap.amax()))
         sums.append(float(room("wide", gap, torch.float64).copy_(gap).sum()))

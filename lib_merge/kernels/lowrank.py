@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..lazy import torch
 from .random import STEPS, draws, stream_key
+from .svd import svd
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,13 +56,13 @@ def spectrum(up: Tensor, down: Tensor) -> Spectrum:
     """Singular values of up·down from QR of both factors and the SVD of an r×r matrix."""
     left, left_small = torch.linalg.qr(up)
     right, right_small = torch.linalg.qr(down.T)
-    u, s, v = torch.linalg.svd(left_small @ right_small.T, full_matrices=False)
+    u, s, v = svd(left_small @ right_small.T)
     return Spectrum(left @ u, s, v @ right.T, float((s * s).sum()))
 
 
 def dense_spectrum(matrix: Tensor) -> Spectrum:
     """Full singular value decomposition of a matrix."""
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    u, s, v = svd(matrix)
     return Spectrum(u, s, v, energy(matrix))
 
 
@@ -78,7 +79,7 @@ def sampled_spectrum(matrix: Tensor, rank: int, seed: int, name: str) -> Spectru
     for _ in range(_POWER_STEPS):
         basis, _ = torch.linalg.qr(matrix.T @ basis)
         basis, _ = torch.linalg.qr(matrix @ basis)
-    u, s, v = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+    u, s, v = svd(basis.T @ matrix)
     return Spectrum(basis @ u[:, :rank], s[:rank], v[:rank], energy(matrix))
 
 

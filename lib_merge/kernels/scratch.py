@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,13 @@ def room(purpose: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
         _ROOMS.memory[purpose] = memory
     _ROOMS.last[purpose] = memory[:size].view(dtype).view(like.shape)
     return _ROOMS.last[purpose]
+
+
+def pieces(size: int, *tensors: Tensor) -> Iterator[list[Tensor]]:
+    """The tensors' elements in their order, `size` of each at a time; views where no gaps lie between them."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for low in range(0, len(flat[0]), size):
+        yield [tensor[low : low + size] for tensor in flat]
 
 
 def scalar(value: float, like: Tensor) -> Tensor:
