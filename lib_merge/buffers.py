@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 WIDEST_BYTES = 8
 _VIEWS_KEPT = 512
+# Size of a large page, and of what a buffer takes at least.
+_PAGE = 1 << 21
 
 
 class Buffer:
@@ -78,5 +81,8 @@ class Buffer:
 def _memory(count: int, device: str) -> Tensor:
     """Bytes; of main memory as pages of their own, which go back to the system whole when nobody needs them."""
     if device == "cpu" and count:
-        return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+        pages = mmap.mmap(-1, -(-count // _PAGE) * _PAGE)
+        with suppress(AttributeError, OSError):  # large pages where the system has them: fewer look-ups of addresses
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)[:count]
     return torch.empty(count, dtype=torch.uint8, device=device)

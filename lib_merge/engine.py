@@ -147,8 +147,8 @@ class _Work:
             worker.run(job, self._measures.get(job.step.key, ()))
             self._count(job.step, nbytes(job.step.dtype, job.high - job.low))
             with self._lock:
-                self.saturated += worker.saturated
-            worker.saturated = 0
+                self.saturated += worker.results.saturated
+            worker.results.saturated = 0
 
     def _collect(self, job: Part, part: Any) -> None:
         """Keep a tile's part; the last one of a tensor turns them into its measure."""

@@ -6,21 +6,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from .baking import Baking
 from .buffers import Buffer
 from .errors import NumberError
-from .files.dtypes import DTYPES, Dtype
+from .files.dtypes import DTYPES
 from .files.source import Source
 from .kernels.measure import all_finite
 from .kernels.random import draws
 from .kernels.registry import Method, method
-from .kernels.rounding import to_odd
 from .lazy import np, torch
 from .operands import Operands, Program, Tile
 from .ports import Sink, Watch
 from .quant.fp8 import fresh_scale, in_units, scaled, widen
+from .results import Results
 from .steps import Baked, Channels, Counting, FreshScale, Joined, Merged, Node, Scaled, Step, Stored
 from .tiles import TILE, bake_rows, block_elements, cut
 
@@ -43,6 +43,9 @@ class Worker:
         turn: held while a tile is computed; lets other threads read and write meanwhile.
         watch: sees operands and results.
         device: torch's name of where methods are computed.
+
+    Attributes:
+        results: rounds what was computed, and counts what it cut.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Worker:
         self._sources, self._sink, self._most, self._turn = sources, sink, most, turn
         self._watch, self._device = watch, device
         self._in = Operands(sources, most, keep, device)
-        self.saturated = 0
+        self.results = Results(self._in)
 
     def run(self, tile: Tile, measures: Sequence[Any] = ()) -> None:
         """Compute and write one tile.
@@ -86,16 +89,27 @@ class Worker:
 
     def _run_in_pieces(self, tile: Tile, measures: Sequence[Any]) -> None:
         """Read all, compute piece by piece, write all."""
-        step, size = tile.step, DTYPES[tile.step.dtype].bits // 8
+        step, dtype, saturated = tile.step, DTYPES[tile.step.dtype], self.results.saturated
         self._in.read_ahead(tile)
-        out = self._in.room_for_result(tile)
-        program = self._program(step.node, tile, measures)
         # What takes long to compute gains more from all threads than it loses while they wait for the interpreter.
         with nullcontext() if step.measured else self._turn:
-            for low in range(tile.low, tile.high, tile.piece):
-                values = program(low, min(tile.piece, tile.high - low))
-                self._round(step, values, out, low - tile.low)
-        self._sink.write(step.key, tile.low * size, out.bytes(tile.count * size))
+            out = self._compute(tile, measures, self.results.narrow)
+        if not out.finite(dtype, tile.count):  # asked once for all pieces; now one by one, for the one to blame
+            self.results.saturated = saturated
+            self._in.begin()
+            self._in.read_ahead(tile)
+            out = self._compute(tile, measures, self.results.round)
+        self._sink.write(step.key, tile.low * dtype.bits // 8, out.bytes(tile.count * dtype.bits // 8))
+
+    def _compute(
+        self, tile: Tile, measures: Sequence[Any], put: Callable[[Step, Tensor, Buffer, int], object]
+    ) -> Buffer:
+        """Compute what was read ahead piece by piece; returns what `put` made of it."""
+        out = self._in.room_for_result(tile)
+        program = self._program(tile.step.node, tile, measures)
+        for low in range(tile.low, tile.high, tile.piece):
+            put(tile.step, program(low, min(tile.piece, tile.high - low)), out, low - tile.low)
+        return out
 
     def measure(self, tile: Tile, number: int, measures: Sequence[Any]) -> Any:
         """A tile's part of its method's measure of that number; see `kernels.registry.Measure`."""
@@ -208,7 +222,7 @@ class Worker:
             for low in range(first, part.high, piece):
                 values = base(low, min(piece, part.high - low)).cpu()  # where the LoRAs are multiplied
                 self._change(step, node, baking, values, low)
-                self._round(step, values, out, low - first)
+                self.results.round(step, values, out, low - first)
             self._sink.write(step.key, first * size, out.bytes(part.count * size))
 
     def _change(self, step: Step, node: Baked, baking: Baking, values: Tensor, low: int) -> None:
@@ -247,7 +261,7 @@ class Worker:
         with nullcontext() if once else self._unwatched():
             for low, values in once or self._blocks(tile, measures):
                 if not all_finite(values):
-                    self._blame_result(step)
+                    self.results.blame(step)
                 for at in range(0, values.numel(), block_elements(step)):
                     widen(reach, values[at : at + block_elements(step)], shape, low + at)
         fresh = fresh_scale(reach, step.dtype)
@@ -337,53 +351,8 @@ class Worker:
         """Round and write elements from `first` on, in parts that go through the raw buffer."""
         size = DTYPES[step.dtype].bits // 8
         for low, high in self._in.parts(values.numel()):
-            self._round(step, values[low:high], self._in.raw, 0)
+            self.results.round(step, values[low:high], self._in.raw, 0)
             self._sink.write(step.key, (first + low) * size, self._in.raw.bytes((high - low) * size))
-
-    def _round(self, step: Step, values: Tensor, out: Buffer, start: int) -> None:
-        """Round to the stored dtype, from element `start` of a buffer on, and check."""
-        dtype, count = DTYPES[step.dtype], values.numel()
-        if dtype.rank == 1:
-            values = self._within(values, dtype)
-        raw = out.tensor(getattr(torch, dtype.torch), count, start)
-        narrow = values.dtype == torch.float64 and dtype.bits < 32
-        raw.copy_(to_odd(values) if narrow else values)
-        if not out.finite(dtype, count, start):
-            self._explain(step, values, raw, dtype)
-
-    def _within(self, part: Tensor, dtype: Dtype) -> Tensor:
-        """Finite values cut to the range of fp8; how many were is counted."""
-        beyond = int((part.abs() > dtype.largest).sum()) if all_finite(part) else 0
-        self.saturated += beyond
-        return part.clamp(-dtype.largest, dtype.largest) if beyond else part
-
-    def _explain(self, step: Step, part: Tensor, raw: Tensor, dtype: Dtype) -> None:
-        """Say what is wrong with a result; a copied tensor may keep what was not finite before its cast."""
-        part = part.cpu()
-        before = torch.isfinite(part)
-        after = torch.isfinite(raw.to(part.dtype))
-        born = before & ~after
-        if step.action == "merged":
-            self._in.blame_inputs(step.node)  # reads over `raw`
-        file = self._in.path(step.node)
-        if bool(born.any()):
-            largest = float(part[born].abs().max())
-            raise NumberError(
-                f"a value of {largest:g} does not fit {dtype.option}, which ends at {dtype.largest:g}",
-                file=file,
-                tensor=step.key,
-                hint="store it wider: --save-dtype bf16 or fp32",
-            )
-        if step.action == "merged":
-            self._blame_result(step)
-
-    def _blame_result(self, step: Step) -> NoReturn:
-        raise NumberError(
-            "the result holds a value that is not finite",
-            file=self._in.path(step.node),
-            tensor=step.key,
-            hint="lower the method's parameters, or exclude the tensor",
-        )
 
 
 def _seen_baked(step: Step) -> bool:
