@@ -14,9 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from .errors import RecipeError
-from .kernels.registry import suggestion
-from .recipe import Profile, Refinement, Rules, Scope, Sparsify
+from .wording import suggestion
 
+Scope = Literal["per_prefix", "global", "additive"]
+Profile = Literal["v1.2", "no_slerp", "classic"]
+Rules = Literal["ordered", "document"]
+Refinement = Literal["standard", "enhanced", "maximum"]
+Sparsify = Literal["none", "dare", "della", "dare_conflict", "della_conflict"]
 Strategy = Literal["weighted_sum", "weighted_average", "slerp", "consensus", "ties"]
 Vote = Literal["frequency", "total"]
 

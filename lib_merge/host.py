@@ -16,7 +16,7 @@ from .errors import FileError, OutputError
 from .events import CancelToken, OnProgress
 from .files.hashes import HashCache
 from .files.userdata import data_folder
-from .kernels.registry import suggestion
+from .wording import suggestion
 
 Kind = Literal["checkpoint", "lora", "vae"]
 # Checkpoints and VAEs often share a folder; this part of the name tells them apart.

@@ -15,8 +15,8 @@ import msgspec
 from .errors import FileError, OutputError, RecipeError
 from .files.open import open_model
 from .files.userdata import data_folder, write_whole
-from .kernels.registry import suggestion
 from .recipe import METADATA_KEY, Lora, Recipe, Slot, from_json, to_json
+from .wording import suggestion
 
 SUFFIX = ".json"
 LARGEST_BYTES = 1 << 20

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from .choose import Profile, Refinement, Rules, Scope, Sparsify
 from .errors import RecipeError
 
 VERSION = 1
@@ -20,11 +21,6 @@ Mismatch = Literal["skip", "zeros", "error"]
 SaveDtype = Literal["auto", "keep", "fp64", "fp32", "fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"]
 Component = Literal["unet", "te", "vae"]
 LoraNames = Literal["", "kohya", "diffusers", "peft"]
-Scope = Literal["per_prefix", "global", "additive"]
-Profile = Literal["v1.2", "no_slerp", "classic"]
-Rules = Literal["ordered", "document"]
-Refinement = Literal["standard", "enhanced", "maximum"]
-Sparsify = Literal["none", "dare", "della", "dare_conflict", "della_conflict"]
 ConflictMode = Literal["all", "low_conflict", "high_conflict"]
 KeyFilter = Literal["all", "shared_only", "unique_only"]
 Value = float | bool

@@ -21,12 +21,13 @@ HOST_ENTRY = "scripts.merge_tab"
 # Lowest first. A room imports from the levels above its own line here, and from itself.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "lazy", "events", "memory", "version", "wording"),
+    ("choose",),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
     ("buffers", "crew", "devices", "report_charts", "pairs", "adapter_facts"),
     ("report_html",),
     ("recipe", "report", "job", "steps"),
     (
-        *("catalog", "presets", "choose", "dtype_rule", "inspection", "metadata", "ports", "settings", "tiles"),
+        *("catalog", "presets", "dtype_rule", "inspection", "metadata", "ports", "settings", "tiles"),
         *("channels", "decoding", "prediction", "repairs", "vae"),
     ),
     ("changes", "baking"),

@@ -5,19 +5,19 @@ A file in this folder that holds functions decorated with `merge_method` is foun
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import itertools
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import RecipeError
+from ..wording import suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,6 @@ Chance = Literal["", "element", "tensor"]
 Value = float | bool
 
 _LARGEST = sys.float_info.max
-_ALIKE = 0.6
 
 
 @dataclass(frozen=True)
@@ -274,16 +273,3 @@ def method(id: str) -> Method:
     if id not in methods:
         raise RecipeError(f"there is no method {id!r}", hint=suggestion(id, list(methods)))
     return methods[id]
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """A hint for an unknown name: the known one most like it in spelling or words, or all of them."""
-    wanted = name.replace("-", "_").lower()
-
-    def likeness(other: str) -> float:
-        spelling = difflib.SequenceMatcher(None, wanted, other).ratio()
-        words = set(wanted.split("_"))
-        return spelling + len(words & set(other.split("_"))) / len(words)
-
-    nearest = max(known, key=likeness)
-    return f"did you mean {nearest}?" if likeness(nearest) >= _ALIKE else f"choose one of: {', '.join(known)}"

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from ..adapters import FORMATS, Piece
 from ..errors import Problem, RecipeError
 from ..files.source import Source
-from ..kernels.registry import suggestion
 from ..recipe import Lora, Recipe
+from ..wording import suggestion
 from ._based import Based
 from ._combine import combine
 from ._compat import COMPATIBLE, compatible_jobs

@@ -12,9 +12,9 @@ from ..errors import Problem, RecipeError
 from ..files.dtypes import DTYPES
 from ..files.source import Source
 from ..kernels import lowrank
-from ..kernels.registry import suggestion
 from ..lazy import torch
 from ..recipe import Recipe
+from ..wording import suggestion
 from ._combine import combine
 from ._compat import kohya_rank
 from ._groups import Group, grouped

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from lib_merge.errors import RecipeError
-from lib_merge.kernels.registry import Method, Param, all_methods, merge_method, method, suggestion
+from lib_merge.kernels.registry import Method, Param, all_methods, merge_method, method
+from lib_merge.wording import suggestion
 
 pytestmark = pytest.mark.portable
 
