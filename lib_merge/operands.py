@@ -140,6 +140,10 @@ class Operands:
             return values
 
         ahead = self._read.get(node)
+        if ahead is not None and examined:  # once for all pieces
+            if not ahead.finite(dtype, tile.count):
+                raise self._damaged(node)
+            examined = False
         return from_file if ahead is None else lambda low, count: convert(ahead, low - tile.low, room(count))
 
     def scale(self, node: Stored) -> Tensor:
@@ -157,7 +161,8 @@ class Operands:
         first, drawn = self._drawn.get(stream, (low, None))
         raw = raw_draws(stream, low, count) if drawn is None else drawn[low - first : low - first + count]
         room = self._random.tensor(torch.int32, count) if count <= self._most else None
-        return widened(raw, room).to(self._device)
+        values = widened(raw, room)
+        return values if self._device == "cpu" else values.to(self._device)
 
     def blame_inputs(self, node: Node) -> None:
         """Read the operands of a bad result once more: damage in one of them is what the user must hear of.

@@ -178,10 +178,14 @@ class Worker:
     def _application(self, node: Merged, measures: Sequence[Any]) -> Application:
         """The method as a function of flat operands and their first element."""
         chosen = method(node.method)
-        if node.whole or node.rows or chosen.random or chosen.measures:
+        if node.whole or node.rows or chosen.measures:
             return lambda operands, low: chosen.function(
                 *_shaped(node, operands), **self._settings(chosen, node, operands, low, measures)
             ).reshape(-1)
+        if chosen.random:
+            return lambda operands, low: chosen.function(
+                *operands, **self._settings(chosen, node, operands, low, measures)
+            )
         params = dict(node.params)
         return lambda operands, low: chosen.function(*operands, **params)
 

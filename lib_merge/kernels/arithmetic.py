@@ -50,7 +50,9 @@ def mask_below(values: Tensor, limit: int, like: Tensor) -> Tensor:
         limit: bound.
         like: tensor whose element size the mask takes.
     """
-    return values.lt_(limit).neg_().to(getattr(torch, _BITS[like.element_size()]))
+    mask = values.lt_(scalar(limit, values)).neg_()
+    wanted = getattr(torch, _BITS[like.element_size()])
+    return mask if mask.dtype == wanted else mask.to(wanted)
 
 
 def chosen_or(base: Tensor, other: Tensor, chosen: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def scalar(value: float, like: Tensor) -> Tensor:
 
     Args:
         value: any number.
-        like: float32 or float64; the result has its dtype, and lies in main memory, where every device takes it from.
+        like: of any dtype that holds the number; the result has it, and lies in main memory, where all devices find it.
     """
     return _scalar(float(value), like.dtype)
 

@@ -39,6 +39,24 @@ def test_draws_are_the_words_of_numpys_philox_lowest_bits_first():
     assert raw_draws(KEY, 0, 12).tolist() == [word >> shift & 0xFFFF for word in words for shift in (0, 16, 32, 48)]
 
 
+def test_the_fast_way_to_the_words_gives_the_same_here():
+    from lib_merge.kernels import random
+
+    assert random._words() is random._unlocked
+
+
+@portable
+def test_where_it_does_not_the_sure_one_is_taken(monkeypatch):
+    from lib_merge.kernels import random
+
+    monkeypatch.setattr(random, "_unlocked", lambda generator, count: generator.random_raw(count) + 1)
+    random._words.cache_clear()
+    try:
+        assert raw_draws(KEY, 0, 8).tolist() == GOLDEN
+    finally:
+        random._words.cache_clear()
+
+
 WHOLE = raw_draws(KEY, 0, 5000)
 
 
