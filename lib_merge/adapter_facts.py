@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import families
 from .adapters import FORMATS, Adapter, Piece, read
-from .errors import MergeError
+from .errors import MergeError, NumberError, Problem
 from .files.companion import adapter_config
 from .files.source import Source
-from .lazy import np
 
 # Metadata that names what to write into a prompt: text with commas, or a JSON list.
 _TRIGGERS = (
@@ -29,7 +30,7 @@ _MOST_WORDS = 20
 # Hashes that trainers and web UIs write into the header.
 _HASHES = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 _AUTOV2_DIGITS = 10
-_NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1"}
+_LAYOUTS = {"F16": "<e", "F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B"}
 
 
 def adapter_facts(
@@ -92,13 +93,47 @@ def _alpha(source: Source, piece: Piece) -> float | None:
 def read_scalar(source: Source, key: str) -> float | None:
     """The first number of a tensor; None where it has none that can be read so."""
     info = source.tensors[key]
-    if info.numel != 1 or info.dtype not in (*_NUMPY, "BF16"):
+    if info.numel != 1 or info.dtype not in (*_LAYOUTS, "BF16"):
         return None
     data = bytearray(info.nbytes)
     source.read_into(key, 0, memoryview(data))
-    if info.dtype == "BF16":
-        return float(np.frombuffer(b"\0\0" + data, "<f4")[0])
-    return float(np.frombuffer(data, _NUMPY[info.dtype])[0])
+    if info.dtype == "BF16":  # the upper half of a float32
+        data, layout = bytearray(2) + data, _LAYOUTS["F32"]
+    else:
+        layout = _LAYOUTS[info.dtype]
+    return float(struct.unpack(layout, data)[0])
+
+
+def stored_alphas(source: Source, pieces: Iterable[Piece]) -> dict[str, float]:
+    """Key -> value of the alphas that scale factors; of OFT, where alpha is a limit, none.
+
+    Raises:
+        NumberError: one is not finite.
+    """
+    scaled = (piece.keys for piece in pieces if piece.rank is not None and "scale" not in piece.keys)
+    keys = dict.fromkeys(keys["alpha"] for keys in scaled if "alpha" in keys)
+    found = {key: value for key in keys if (value := read_scalar(source, key)) is not None}
+    for key, value in found.items():
+        if not math.isfinite(value):
+            raise NumberError(
+                "the LoRA holds a value that is not finite", file=source.path, tensor=key, hint="use an undamaged file"
+            )
+    return found
+
+
+def zero_alphas(name: str, source: Source, alphas: Mapping[str, float]) -> list[Problem]:
+    """What the user should know of alphas that are 0: taken as they stand, they would switch their modules off.
+
+    Args:
+        name: of the LoRA.
+        source: its file.
+        alphas: from `stored_alphas`.
+    """
+    zeros = [key for key, value in alphas.items() if not value]
+    if not zeros:
+        return []
+    what = f"{name}: {len(zeros)} modules have alpha 0, which counts as their rank, as in its trainer"
+    return [Problem("warning", what, str(source.path), zeros[0])]
 
 
 def trigger_words(metadata: Mapping[str, str]) -> list[str]:

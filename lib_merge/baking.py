@@ -176,12 +176,12 @@ class Baking:
             assert form.delta is not None
             delta = form.delta(parts, change.settings, change.shape)
             delta = _placed(delta.reshape(change.shape[0] if change.shape else 1, -1), change) * change.strength
-            return _Matrix(rows, delta) if bool(delta.any()) else None
+            return _Matrix(rows, delta) if _changes(delta) else None
         up, down = pair
         if up.shape[1] != down.shape[0]:
             raise RuntimeError(f"{list(up.shape)} times {list(down.shape)}")
         up, down = (down.T, up.T) if change.place.post == "transpose" else (_placed(up, change), down)
-        return _Product(rows, up * change.strength, down) if bool(up.any()) and bool(down.any()) else None
+        return _Product(rows, up * change.strength, down) if _changes(up) and _changes(down) else None
 
     def _rows_of(self, change: Change) -> tuple[int, int]:
         """(first row, number of rows) of the tensor that a change means."""
@@ -235,9 +235,17 @@ def _joined(terms: Sequence[_Term]) -> list[_Term]:
         else:
             joined.append(term)
     for group in groups.values():
+        if len(group) == 1:
+            joined.append(group[0])
+            continue
         up = torch.cat([term.up for term in group], 1).contiguous()
         joined.append(_Product(group[0].rows, up, torch.cat([term.down for term in group]).contiguous()))
     return joined
+
+
+def _changes(part: Tensor) -> bool:
+    """True when not all of it is zero; the first number mostly tells, and a look at all costs as much as a product."""
+    return part.numel() > 0 and (bool(part[0, 0]) or bool(part.any()))
 
 
 def load_part(source: Source, key: str, number: torch.dtype, first: int = 0, count: int | None = None) -> Tensor:

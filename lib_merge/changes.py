@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import blocks
+from .adapter_facts import stored_alphas, zero_alphas
 from .adapters import FORMATS, Adapter, Piece, lacks_alpha
 from .adapters import read as read_adapter
 from .errors import MergeError, Problem, RecipeError
@@ -134,8 +135,11 @@ class _Matcher:
         of_block = self._block_weights(lora, weights)
         shapes = {key: shape for key, (_, shape) in tensors.items()}
         lost: list[Piece] = []
+        applied: set[str] = set()
         misfits: list[str] = []
         found = [(piece, self.names.find(piece.stem, piece.param)) for piece in adapter.pieces]
+        alphas = stored_alphas(source, adapter.pieces)
+        self.problems += zero_alphas(lora.file, source, alphas)
         doubled = self._doubled(found)
         if doubled:
             what = f"{len(doubled)} modules of {lora.file} change what others of it change already, and are left out"
@@ -152,11 +156,11 @@ class _Matcher:
                     continue
                 self._grow(place, fitted)
                 strength = self._strength(lora, place.key, of_block)
-                change = _change(slot, piece, place, fitted, strength, shapes)
+                change = _change(slot, _scaled(piece, alphas), place, fitted, strength, shapes)
+                applied.update(piece.keys.values())
                 self.changes.setdefault(place.key, []).append(change)
         self._follow_tied(slot)
         # A part may serve two parameters of a module, of which the base has one.
-        applied = {key for change in self._of(slot) for key in change.keys.values()}
         lost = [piece for piece in lost if not applied.issuperset(piece.keys.values())]
         keys = [key for piece in lost for key in piece.keys.values() if key not in applied]
         self.unused += [(slot, key) for key in (*keys, *adapter.leftover)]
@@ -177,9 +181,6 @@ class _Matcher:
 
     def _rows(self, key: str) -> int:
         return (self.base[key][1] or (1,))[0]
-
-    def _of(self, slot: str) -> Iterator[Change]:
-        return (change for items in self.changes.values() for change in items if change.slot == slot)
 
     def _shape(self, place: Place) -> Shape:
         return self.base[place.key][1]
@@ -325,6 +326,15 @@ def _is_tied(source: Source | None) -> bool:
         return False
     path = source.path / "config.json"
     return load_json(path.read_bytes(), path, "config").get("tie_word_embeddings") is True
+
+
+def _scaled(piece: Piece, alphas: Mapping[str, float]) -> Piece:
+    """The piece with its alpha as a number; 0 counts as the rank."""
+    value = alphas.get(piece.keys.get("alpha", ""))
+    if value is None or piece.rank is None:
+        return piece
+    keys = {role: key for role, key in piece.keys.items() if role != "alpha"}
+    return replace(piece, keys=keys, settings={**piece.settings, "alpha": value or float(piece.rank)})
 
 
 def _change(

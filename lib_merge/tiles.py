@@ -16,7 +16,7 @@ PIECE = 1 << 16
 MEASURED = 1 << 18
 # What all workers together keep in memory of measured tensors between their two passes; larger ones are read twice.
 KEEP_BYTES = 64 << 20
-_BAKE_ELEMENTS = 1 << 18
+_BAKE_ELEMENTS = 1 << 17
 # What a worker holds beside its tiles, and the widest element of a raw buffer.
 _WORKER_BYTES = 4 << 20
 _WIDEST_BYTES = 8
@@ -26,7 +26,7 @@ _CODING_BLOCKS = 4
 
 
 def bake_rows(columns: int) -> int:
-    """Rows that LoRAs are added to at a time: as many as fit 2**18 elements, at least one.
+    """Rows that LoRAs are added to at a time: as many as fit 2**17 elements, at least one.
 
     A constant of the definition, not a setting: where a product of matrices is cut may change its last bit.
     """

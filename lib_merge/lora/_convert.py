@@ -262,8 +262,11 @@ def _add_joined(output: _Output, source: Source, target: Target, style: str) -> 
 
 
 def _scale(source: Source, module: Module) -> float | None:
-    """Alpha / rank; None where there is no alpha, which means 1."""
-    alpha = read_scalar(source, module.keys["alpha"]) if "alpha" in module.keys else module.alpha
+    """Alpha / rank, 1 where the stored alpha is 0; None where there is no alpha, which means 1."""
+    alpha = module.alpha
+    if "alpha" in module.keys:
+        alpha = read_scalar(source, module.keys["alpha"])
+        alpha = float(module.rank or 0) if alpha == 0 else alpha
     return None if alpha is None or not module.rank else alpha / module.rank
 
 

@@ -63,12 +63,6 @@ class Input:
         return FORMATS[piece.format].stage == "add"
 
 
-def zero_alphas(item: Input) -> int:
-    """How many modules have a stored alpha of 0, which counts as the rank."""
-    keys = {piece.keys["alpha"] for piece in item.adapter.pieces if piece.rank is not None and "alpha" in piece.keys}
-    return sum(not bool(load_part(item.source, key, torch.float32).any()) for key in sorted(keys))
-
-
 def open_inputs(recipe: Recipe, sources: Mapping[str, Source]) -> list[Input]:
     """The LoRAs of a recipe, in its order.
 

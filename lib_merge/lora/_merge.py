@@ -7,6 +7,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from ..adapter_facts import stored_alphas, zero_alphas
 from ..adapters import FORMATS, Piece
 from ..errors import Problem, RecipeError
 from ..files.source import Source
@@ -16,7 +17,7 @@ from ._based import Based
 from ._combine import combine
 from ._compat import COMPATIBLE, compatible_jobs
 from ._groups import Group, grouped
-from ._inputs import Input, open_inputs, widest, zero_alphas
+from ._inputs import Input, open_inputs, widest
 from ._module import Module
 from ._ranks import Ranks
 from ._work import Work, dtype_name
@@ -105,9 +106,7 @@ def _notes(inputs: Sequence[Input]) -> list[Problem]:
         if item.adapter.leftover:
             what = f"{name}: {len(item.adapter.leftover)} tensors belong to nothing and are not used"
             found.append(Problem("warning", what, str(item.path), item.adapter.leftover[0]))
-        if zeros := zero_alphas(item):
-            what = f"{name}: {zeros} modules have alpha 0, which counts as their rank, as in its trainer"
-            found.append(Problem("warning", what, str(item.path)))
+        found += zero_alphas(name, item.source, stored_alphas(item.source, item.adapter.pieces))
         if not item.lora.strength and not item.lora.te_strength:
             found.append(Problem("note", f"{name} has strength 0: it takes no part", str(item.path)))
     families = {item.found.id: item for item in inputs if item.found.family is not None}

@@ -119,6 +119,16 @@ def test_separate_factors_are_joined_exactly(tmp_path, alphas):
     assert np.allclose(delta(after, QKV), expected, rtol=1e-14, atol=0)
 
 
+def test_joining_takes_an_alpha_of_0_as_the_rank(tmp_path):
+    tensors = {}
+    for part, alpha in zip(PARTS, (0.0, 4.0, 0.0), strict=True):  # rank 4: a scale of 1 each
+        tensors |= diffusers(part, 16, 16, 4, alpha, "<f4")
+    _, after = convert(tmp_path, tensors, "kohya", family="flux")
+    plain = {key: value for key, value in tensors.items() if not key.endswith(".alpha")}
+    expected = np.concatenate([delta(plain, part) for part in PARTS])
+    assert np.allclose(delta(after, QKV), expected, rtol=1e-14, atol=0)
+
+
 def test_joining_with_different_scales_rounds_once(tmp_path):
     tensors = {}
     for part, alpha in zip(PARTS, (1.0, 3.0, 5.0), strict=True):

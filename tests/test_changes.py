@@ -1,0 +1,89 @@
+"""What LoRAs are found to do to a base: their stored alphas, and what the user hears before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lib_merge
+from lib_merge import NumberError, PlanError
+from tests.support import bf16, raw, read, values, write_raw
+
+UNET = "model.diffusion_model."
+BLOCK = "input_blocks.1.1.transformer_blocks.0.attn1"
+Q, V = (f"{UNET}{BLOCK}.to_{name}.weight" for name in "qv")
+CROSS = f"{UNET}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
+STEM = {key: f"lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_{key[-8]}" for key in (Q, V)}
+
+
+def base(path: Path) -> Path:
+    sizes = {Q: (16, 16), V: (16, 16), CROSS: (16, 768), f"{UNET}input_blocks.0.0.weight": (8, 4, 3, 3)}
+    return write_raw(path, {key: raw("F32", values(size, n)) for n, (key, size) in enumerate(sizes.items())})
+
+
+def lora(path: Path, **alphas: Any) -> Path:
+    """Rank 4 on q and v; `q`, `v`: (dtype, bytes) of their alphas."""
+    tensors: dict[str, Any] = {}
+    for number, stem in enumerate(STEM.values()):
+        tensors[f"{stem}.lora_down.weight"] = raw("F32", values((4, 16), 30 + number))
+        tensors[f"{stem}.lora_up.weight"] = raw("F32", values((16, 4), 40 + number))
+        if (alpha := alphas.get("qv"[number])) is not None:
+            dtype, data = alpha
+            tensors[f"{stem}.alpha"] = (dtype, (), data)
+    return write_raw(path, tensors)
+
+
+def product(path: Path, key: str) -> np.ndarray:
+    parts = read(path)
+    up, down = (parts[f"{STEM[key]}.lora_{name}.weight"].astype(np.float64) for name in ("up", "down"))
+    return up @ down
+
+
+def bake(tmp_path: Path, *loras: Any, **how: Any) -> Any:
+    return lib_merge.bake(tmp_path / "a.safetensors", *loras, out=tmp_path / "out.safetensors", fsync=False, **how)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data"), [("F16", np.float16(0).tobytes()), ("F32", np.float32(-0.0).tobytes()), ("BF16", bytes(2))]
+)
+def test_an_alpha_of_0_counts_as_the_rank_and_is_told_before_the_work(dtype, data, tmp_path):
+    a = base(tmp_path / "a.safetensors")
+    one = lora(tmp_path / "one.safetensors", q=(dtype, data), v=("F32", np.float32(2).tobytes()))
+    planned = bake(tmp_path, (one, 0.5), dry_run=True)
+    (text,) = planned.warnings
+    assert "one.safetensors: 1 modules have alpha 0" in text
+    with pytest.raises(PlanError, match="alpha 0"):
+        bake(tmp_path, (one, 0.5), strict=True)
+    assert bake(tmp_path, (one, 0.5)).warnings == planned.warnings
+    before, after = read(a), read(tmp_path / "out.safetensors")
+    for key, scale in ((Q, 1.0), (V, 2 / 4)):
+        want = before[key] + 0.5 * scale * product(one, key)
+        np.testing.assert_allclose(after[key], want, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data", "alpha"),
+    [
+        ("F16", np.float16(1.5).tobytes(), 1.5),
+        ("BF16", bf16(np.float32([3])), 3.0),
+        ("F64", np.float64(0.1).tobytes(), 0.1),
+        ("I64", np.int64(8).tobytes(), 8.0),
+    ],
+)
+def test_alphas_of_every_dtype_scale_what_is_added(dtype, data, alpha, tmp_path):
+    a = base(tmp_path / "a.safetensors")
+    one = lora(tmp_path / "one.safetensors", q=(dtype, data), v=(dtype, data))
+    assert not bake(tmp_path, one).warnings
+    before, after = read(a), read(tmp_path / "out.safetensors")
+    np.testing.assert_allclose(after[V], before[V] + alpha / 4 * product(one, V), rtol=0, atol=1e-7)
+
+
+def test_an_alpha_that_is_no_number_is_refused_by_the_plan(tmp_path):
+    base(tmp_path / "a.safetensors")
+    one = lora(tmp_path / "one.safetensors", v=("F32", np.float32(np.nan).tobytes()))
+    with pytest.raises(NumberError) as caught:
+        bake(tmp_path, one, dry_run=True)
+    assert caught.value.tensor == f"{STEM[V]}.alpha"
