@@ -19,7 +19,7 @@ from ..files import calls
 from ..files.patched import Range, outside
 from ..lazy import torch
 from ..plan import default_threads
-from .measure import errors, rms_ratio
+from .measure import column_squares, rms_ratio
 from .plan import FoldPlan, Shipped, listing, make_fold_plan
 from .rounding import AUTO, Choice, choose, equal_groups
 from .work import Factors, Rows, Worker, read_leaves, row_tiles
@@ -229,11 +229,7 @@ class _Findings:
         for portion in hand.portions(job):
             stored, shipped = (read_leaves(model, leaves, portion.rows) for model in (self.folded, self.plan.shipped))
             same.append(equal_groups(module, portion.fresh, stored))
-            base = portion.dense.double()
-            wanted = torch.zeros_like(base) if portion.change is None else portion.change
-            decoded = (module.storage.decode(raw, portion.rows.low).double() for raw in (stored, shipped))
-            for total, error in zip(squares, errors(base, wanted, *decoded), strict=True):
-                total += error.square_().sum(0)
+            squares += column_squares(portion, stored, shipped, hand.scratch)
             touched |= {leaf.file for leaf, *raw in zip(leaves, stored, shipped, strict=True) if not torch.equal(*raw)}
         equal = torch.cat(same)
         if not bool(equal.all()):  # decided once more without matrix multiplication, before it counts

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..families import block_of, component_of, detect
-from ..kernels.measure import dot
-from ..lazy import torch
+from ..lazy import np, torch
 from .plan import FoldPlan, Module
+from .values import Scratch
 from .work import Portion
 
 if TYPE_CHECKING:
@@ -21,23 +21,29 @@ if TYPE_CHECKING:
 LOST = 0.3
 
 
-def sums(portion: Portion, shipped: Sequence[Tensor]) -> dict[str, float]:
+def sums(portion: Portion, shipped: Sequence[Tensor], scratch: Scratch) -> dict[str, float]:
     """Sums over some rows, from which the numbers of the whole module follow by addition.
 
     Args:
         portion: the rows, computed.
         shipped: bytes of the quantized checkpoint's leaves in these rows.
+        scratch: of this thread.
 
     Returns:
         `ww` dense², `dd` wanted², `aa` achieved², `da` wanted·achieved, `oo` result², `ff` error of the result², `ss`
         error of the quantized checkpoint², and the counts `codes`, `numel`, `step` (sum over groups), `steps`.
     """
-    storage, low = portion.rows.module.storage, portion.rows.low
-    base = portion.dense.double()
+    storage, low, base = portion.rows.module.storage, portion.rows.low, portion.base
+    out, before = _decoded(portion, portion.fresh, shipped, scratch)
+    room = scratch.of("product", torch.float64, base.shape)
+
+    def dot(x: Tensor, y: Tensor) -> float:
+        return float(torch.sum(torch.mul(x, y, out=room)))
+
+    length = dot(out, out)
+    achieved = torch.sub(out, before, out=scratch.of("achieved", torch.float64, base.shape))
     wanted = torch.zeros_like(base) if portion.change is None else portion.change
-    out, before = (storage.decode(raw, low).double() for raw in (portion.fresh, shipped))
-    achieved, length = out - before, dot(out, out)
-    after, earlier = errors(base, wanted, out, before)
+    after, earlier = errors(portion, out, before)
     steps = storage.steps(shipped, low).double()
     return {
         "ww": dot(base, base),
@@ -54,19 +60,32 @@ def sums(portion: Portion, shipped: Sequence[Tensor]) -> dict[str, float]:
     }
 
 
-def errors(base: Tensor, wanted: Tensor, out: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
+def errors(portion: Portion, out: Tensor, shipped: Tensor) -> tuple[Tensor, Tensor]:
     """What rounding to codes cost, in the result and in the quantized checkpoint, each against its own reference.
 
     Args:
-        base: dense weights; like the rest float64 [rows, columns].
-        wanted: the adapter's change.
-        out: decoded result.
-        shipped: decoded quantized checkpoint.
+        portion: the rows, computed.
+        out: decoded result, float64 [rows, columns].
+        shipped: decoded quantized checkpoint, as `out`.
 
     Returns:
         `out` and `shipped`, overwritten.
     """
-    return out.sub_(base + wanted), shipped.sub_(base)
+    return out.sub_(portion.total), shipped.sub_(portion.base)
+
+
+def column_squares(portion: Portion, out: Sequence[Tensor], shipped: Sequence[Tensor], scratch: Scratch) -> Tensor:
+    """Squares of `errors`, of what leaves stand for, summed for each column: float64 [2, columns]."""
+    found = errors(portion, *_decoded(portion, out, shipped, scratch))
+    return torch.stack([torch.from_numpy(np.einsum("ij,ij->j", *[error.numpy()] * 2)) for error in found])
+
+
+def _decoded(
+    portion: Portion, out: Sequence[Tensor], shipped: Sequence[Tensor], scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """What leaves stand for, in float64."""
+    storage, low = portion.rows.module.storage, portion.rows.low
+    return scratch.double("out", storage.decode(out, low)), scratch.double("shipped", storage.decode(shipped, low))
 
 
 class Gathered:

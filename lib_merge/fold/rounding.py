@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import RecipeError
+from ..lazy import torch
 from ..quant.affine import ROUNDINGS
 from .plan import FoldPlan, Module
 from .work import PORTION, Rows, Worker, read_leaves, tiles_of
@@ -90,7 +91,7 @@ def choose(plan: FoldPlan, asked: str = AUTO) -> Choice:
         shipped = read_leaves(plan.shipped, rows.module.storage.leaves, rows)
         dense = next(iter(workers.values())).dense(rows)
         for name, worker in workers.items():
-            same = equal_groups(rows.module, worker.encode(rows, dense.clone()), shipped)
+            same = equal_groups(rows.module, worker.encode(rows, dense.to(torch.float32, copy=True)), shipped)
             equal[name] += int(same.sum())
         groups += same.numel()
     shares = {name: count / groups for name, count in equal.items()}
@@ -111,6 +112,8 @@ def _sample(modules: Sequence[Module]) -> Iterator[Rows]:
 def equal_groups(module: Module, one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     """Which groups [rows, groups] agree in every byte of their codes, scale and bias."""
     rows, groups = one[0].shape[0], max(1, module.shape[1] // module.storage.unit)
+    if all(map(torch.equal, one, other)):  # as it should be, and much faster to tell
+        return torch.ones(rows, groups, dtype=torch.bool)
     same = None
     for here, there in zip(one, other, strict=True):
         equal = (here == there).view(rows, groups, -1).all(-1)

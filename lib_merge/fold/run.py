@@ -238,7 +238,7 @@ def _fold_rows(hand: Worker, job: Rows, copy: PatchedCopy, plan: FoldPlan, gathe
         parts.append(portion.fresh)
         if report or portion.rows.low == 0:  # without a report, the first rows of a module speak for it
             shipped = read_leaves(plan.shipped, leaves, portion.rows)
-            gathered.add(module, portion.rows.low, sums(portion, shipped))
+            gathered.add(module, portion.rows.low, sums(portion, shipped, hand.scratch))
         gathered.cut(module, portion.cut)
     written = 0
     for leaf, raw in zip(leaves, joined(parts), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,14 +17,14 @@ from ..lazy import torch
 from .adapter import LowRank
 from .plan import Module, Shipped
 from .storage import Leaf
-from .values import read_rows, torch_dtype
+from .values import Scratch, read_rows, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TILE = 1 << 20  # weights: matrix multiplication wants taller tiles than a merge does
-PORTION = 1 << 17  # weights that fit into a core's cache with what is computed of them
-PORTION = 1 << 17  # weights that fit into a core's cache with what is computed of them
+TILE = 1 << 20  # weights that are written at once
+PORTION = 1 << 18  # weights: enough that calls cost little, few enough for a cache that cores share
+PRODUCT_ROWS = 16  # matrix multiplication is slow for fewer
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,17 @@ class Portion:
 
     Attributes:
         rows: which.
-        dense: float32 [rows, columns], the dense weights as the converter saw them.
+        base: float64 [rows, columns], the dense weights as the converter saw them.
         change: float64 of that shape, what the adapter adds; None for a module without a change.
+        total: their sum in float64, which the codes stand for.
         fresh: bytes [rows, row_bytes] for each leaf, as they are to be stored.
         cut: weights that were beyond the largest code and became it.
     """
 
     rows: Rows
-    dense: Tensor
+    base: Tensor
     change: Tensor | None
+    total: Tensor
     fresh: tuple[Tensor, ...]
     cut: int
 
@@ -131,7 +132,7 @@ class Worker:
     ) -> None:
         self._dense, self._shipped, self._factors = dense, shipped, factors
         self._rounding, self._round_dense = rounding, round_dense
-        self._room: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.scratch = Scratch()
 
     def portions(self, rows: Rows, *, fast: bool = True) -> Iterator[Portion]:
         """Rows computed from dense weights and adapter, portion by portion.
@@ -143,15 +144,17 @@ class Worker:
         Raises:
             NumberError: a value that is not finite, or that cannot be stored; names the tensor.
         """
-        change = self._change(rows, fast)
-        step = max(1, PORTION // max(1, rows.module.shape[1]))
-        for low in range(rows.low, rows.high, step):
-            part = Rows(rows.module, low, min(low + step, rows.high))
-            wanted = None if change is None else change[part.low - rows.low : part.high - rows.low]
-            dense = self.dense(part)
-            merged = self._merged(part, dense, wanted)
-            cut = rows.module.storage.beyond(merged, part.low)
-            yield Portion(part, dense, wanted, self.encode(part, merged), cut)
+        module, columns = rows.module, rows.module.shape[1]
+        for slab in tiles_of(module, max(PORTION, PRODUCT_ROWS * columns), rows.low, rows.high):
+            change = self._change(slab, fast)
+            for part in tiles_of(module, PORTION, slab.low, slab.high):
+                wanted = None if change is None else change[part.low - slab.low : part.high - slab.low]
+                total = base = self.scratch.double("base", self.dense(part))
+                if wanted is not None:
+                    total = torch.add(base, wanted, out=self.scratch.of("total", torch.float64, base.shape))
+                merged = self._rounded(part, total)
+                cut = module.storage.beyond(merged, part.low)
+                yield Portion(part, base, wanted, total, self.encode(part, merged), cut)
 
     def fresh(self, rows: Rows, *, fast: bool = True) -> list[Tensor]:
         """The rows as they are to be stored: bytes [rows, row_bytes] for each leaf."""
@@ -161,7 +164,7 @@ class Worker:
         """The dense weights of these rows as the converter saw them.
 
         Returns:
-            float32 [rows, columns]; values as in the dense file, or in the dtype that the converter cast them to.
+            [rows, columns] in the dtype of the dense file, or in that which the converter cast them to.
 
         Raises:
             NumberError: a value that is not finite; names the tensor.
@@ -179,7 +182,7 @@ class Worker:
             if not all_finite(values.float()):
                 what = f"the dense weight holds a value beyond {dtype}, which the quantized checkpoint stores scales in"
                 raise NumberError(what, file=source.path, tensor=module.dense)
-        return self._scratch("dense", torch.float32, values.shape).copy_(values)
+        return values
 
     def encode(self, rows: Rows, values: Tensor) -> tuple[Tensor, ...]:
         """Bytes of each leaf [rows, row_bytes]; `values` are overwritten.
@@ -197,7 +200,9 @@ class Worker:
         """Dense weights in their own dtype, in the order in which the quantized checkpoint has them."""
         key, head = rows.module.dense, rows.module.head_rows
         if not head:
-            return read_rows(self._dense, key, rows.low, rows.high)
+            count = (rows.high - rows.low) * rows.module.shape[1] * DTYPES[self._dense.tensors[key].dtype].bits // 8
+            room = self.scratch.of("stored", torch.uint8, (count,))
+            return read_rows(self._dense, key, rows.low, rows.high, room)
         low, high = rows.low // head * head, -(-rows.high // head) * head
         return read_rows(self._dense, key, low, high)[dense_rows(rows) - low]
 
@@ -207,31 +212,19 @@ class Worker:
         if change is None or self._factors is None:
             return None
         up, down = self._factors.of(change)
-        out = self._scratch("change", torch.float64, (rows.high - rows.low, rows.module.shape[1]))
+        out = self.scratch.of("change", torch.float64, (rows.high - rows.low, rows.module.shape[1]))
         fast = fast and self._factors.exact_products(change)
         mine = up[dense_rows(rows)] if rows.module.head_rows else up[rows.low : rows.high]
         return product(mine, down, out, fast=fast).mul_(change.scale)
 
-    def _merged(self, rows: Rows, dense: Tensor, change: Tensor | None) -> Tensor:
-        """What is to be coded: f32(f64(dense) + change), rounded to the dense dtypes where that was asked for."""
-        values = self._scratch("merged", torch.float32, dense.shape)
-        if change is None:
-            values.copy_(dense)
-        else:
-            values.copy_(self._scratch("sum", torch.float64, dense.shape).copy_(dense).add_(change))
+    def _rounded(self, rows: Rows, total: Tensor) -> Tensor:
+        """What is to be coded: the sum in float32, rounded to the dense dtypes where that was asked for."""
+        values = self.scratch.of("rounded", torch.float32, total.shape).copy_(total)
         if self._round_dense:
             stored = self._dense.tensors[rows.module.dense].dtype
             for dtype in (stored, rows.module.storage.dtype or stored):
                 values = values.to(torch_dtype(dtype)).float()
         return values
-
-    def _scratch(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Memory that is used again: fresh memory costs more than what is computed in it."""
-        count = math.prod(shape)
-        room = self._room.get((name, dtype))
-        if room is None or room.numel() < count:
-            room = self._room[name, dtype] = torch.empty(count, dtype=dtype)
-        return room[:count].view(*shape)
 
 
 def dense_rows(rows: Rows) -> Tensor:

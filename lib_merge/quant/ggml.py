@@ -1,7 +1,7 @@
 """Block codes of GGUF files: 32 weights of a row share a scale, and in some kinds a smallest weight.
 
-d is the scale, stored as float16, id = 1/d in float32 of the unrounded d (0 where d is 0); the arithmetic is float32,
-as in the reference code of ggml (`quantize_row_*_ref`):
+d is the scale, stored as float16, id = 1/d in float32 of the unrounded d (0 where that is beyond float32); the
+arithmetic is float32, as in the reference code of ggml (`quantize_row_*_ref`):
 
     Q8_0         d = max|x|/127                 code = round(x·id), halves away from zero; weight ≈ d·code
     Q4_0, Q5_0   d = −x*/2^(bits−1), x* the x of largest magnitude (the first of equals)
@@ -128,7 +128,9 @@ def _codes(blocks: NDArray[np.uint8], kind: Kind) -> NDArray[np.uint8]:
 
 
 def _inverse(scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    inverse: NDArray[np.float32] = np.where(scale == 0, np.float32(0), np.float32(1) / scale).astype(np.float32)
+    """1/scale; 0 where that is beyond float32: such blocks are stored with scale 0, whatever their codes."""
+    inverse: NDArray[np.float32] = np.float32(1) / scale
+    inverse[np.isinf(inverse)] = 0
     return inverse
 
 

@@ -46,3 +46,12 @@ def test_what_cannot_be_stored_names_row_and_block(kind, value, said):
     with pytest.raises(NumberError, match=said) as caught:
         encode(weights, kind, first_row=10)
     assert "block 1 of row 11" in caught.value.what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_too_small_for_any_scale_stand_for_zeros(kind):
+    weights = np.full((1, 64), 1e-39, np.float32)
+    weights[0, ::2] = -3e-39
+    raw = encode(weights, kind)
+    assert not decode(raw, kind).any()
+    assert np.array_equal(codes(raw, kind), codes(encode(np.zeros((1, 64), np.float32), kind), kind))
