@@ -46,22 +46,29 @@ def tall_split(gs: Sequence[Tensor], ws: Sequence[float], dominance: float | Non
     count = 0
     for target, *parts in pieces(PIECE, selfish, *rests, *gs):
         kept, deltas = parts[: len(gs)], parts[len(gs) :]
-        owned = _owned([delta * w for delta, w in zip(deltas, ws, strict=True)], factor)
+        owned, dominated = _owned([(delta * w).abs_() for delta, w in zip(deltas, ws, strict=True)], factor)
         target.zero_()
         for rest, delta, own, w in zip(kept, deltas, owned, ws, strict=True):
             taken = delta * own
             torch.sub(delta, taken, out=rest)
-            target += taken * w
-            count += int(own.sum())
+            target += taken.mul_(w)
+        count += int(dominated.count_nonzero())
     return Split(selfish, rests, count / selfish.numel() if selfish.numel() else 0.0)
 
 
-def _owned(scaled: Sequence[Tensor], factor: float) -> list[Tensor]:
-    """For each delta the positions that it dominates; at most one delta at each."""
-    sizes = torch.stack([part.abs() for part in scaled])
-    top = sizes.amax(0)
-    hit = (sizes == top) & (top >= factor * (sizes.sum(0) - top)) & (top > 0)
-    return list(hit & (hit.sum(0) == 1))
+def _owned(sizes: Sequence[Tensor], factor: float) -> tuple[list[Tensor], Tensor]:
+    """For each delta the positions that it dominates, and all such positions; never two deltas at one."""
+    top, total = sizes[0].clone(), sizes[0].clone()
+    for size in sizes[1:]:
+        torch.maximum(top, size, out=top)
+        total += size
+    largest = [size == top for size in sizes]
+    seen, shared = largest[0], torch.zeros_like(largest[0])
+    for one in largest[1:]:
+        shared |= seen & one
+        seen = seen | one
+    dominated = (top >= total.sub_(top).mul_(factor)) & (top > 0) & ~shared
+    return [one & dominated for one in largest], dominated
 
 
 def shared_mask(gs: Sequence[Tensor], ws: Sequence[float], dominance: float = 0.4, least: int = 2) -> Tensor:

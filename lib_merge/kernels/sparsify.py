@@ -40,7 +40,7 @@ def dare(x: Tensor, density: float, draws: Tensor, dampening: float = 0.0, law: 
     limit = threshold(density)
     if limit == STEPS:
         return x
-    kept = draws.reshape(x.shape) < limit
+    kept = (draws.reshape(x.shape) < limit).to(x.device)
     return x * kept * (rescale_factor(limit / STEPS, dampening, law) if limit else 0.0)
 
 
@@ -76,7 +76,7 @@ def della(x: Tensor, density: float, draws: Tensor, rule: Rule = "window") -> Te
     if density >= 1:
         return x
     rows = x.reshape(x.shape[0], -1) if x.ndim > 1 else x.reshape(1, -1)
-    drawn = draws.reshape(rows.shape)
+    drawn = draws.reshape(rows.shape).to(x.device)
     limits = keep_limits(rows.shape[1], density, rule).to(x.device)
     factors = (STEPS / limits.double().clamp(min=1)).to(x.dtype)
     out, size = torch.empty_like(rows), row_block(rows.shape[1])

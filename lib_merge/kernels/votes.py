@@ -21,6 +21,8 @@ Divisor = Literal["weight", "count"]
 Score = Literal["row_sum", "projection"]
 Mode = Literal["all", "low_conflict", "high_conflict"]
 
+# A dozen numbers for each element are at hand at a time.
+_PIECE = PIECE // 4
 _NUDGE = 1e-9  # beyond the rounding of density times count: 0.3 of 1001 elements is 300
 
 
@@ -49,11 +51,16 @@ def trim(x: Tensor, density: float) -> Tensor:
         x: float32 or float64, any shape.
         density: share that is kept; 1 or more keeps all and gives `x` itself, 0 or less nothing.
     """
-    return _trimmed(x, kth_threshold(x, density))
+    return _trimmed(x, _just_below(kth_threshold(x, density), x))
 
 
-def _trimmed(x: Tensor, limit: float) -> Tensor:
-    return x if limit == 0 else x * (x.abs() >= limit)
+def _just_below(limit: float, like: Tensor) -> float:
+    """The next smaller number in the tensor's dtype; 0 of 0."""
+    return float(torch.nextafter(like.new_tensor(limit), like.new_zeros(())))
+
+
+def _trimmed(x: Tensor, below: float) -> Tensor:
+    return torch.hardshrink(x, below) if below else x
 
 
 def elect(gs: Sequence[Tensor], ws: Sequence[float], vote: Vote = "frequency") -> Tensor:
@@ -68,8 +75,7 @@ def elect(gs: Sequence[Tensor], ws: Sequence[float], vote: Vote = "frequency") -
     total = _sum(g * w for g, w in zip(gs, ws, strict=True)).sign_()
     if vote == "total":
         return total
-    votes = _sum(g.sign() for g in gs).sign_()
-    return votes.add_(total.mul_(votes == 0))
+    return _sum(g.sign() for g in gs).mul_(2).add_(total).sign_()
 
 
 def disjoint(ts: Sequence[Tensor], ws: Sequence[float], elected: Tensor, divisor: Divisor = "weight") -> Tensor:
@@ -78,19 +84,19 @@ def disjoint(ts: Sequence[Tensor], ws: Sequence[float], elected: Tensor, divisor
     Args:
         ts: oriented deltas, trimmed or sparsified, all of one shape and dtype.
         ws: their weights, above 0.
-        elected: from `elect`, or one sign for each row, [rows, 1].
+        elected: from `elect`.
         divisor: `weight`: Σ w·t / Σ w over those that agree, so that a common factor of all weights changes nothing.
             `count`: Σ w·t / their number.
     """
-    return _mean(ts, ws, [(t * elected) > 0 for t in ts], divisor)
+    sizes = [(t * elected).clamp_(min=0) for t in ts]  # of those that agree, 0 of the others
+    upper = _sum(size * w for size, w in zip(sizes, ws, strict=True)).mul_(elected)
+    shares = _shares(ws, divisor)
+    lower = _sum(size.sign_().mul_(share) for size, share in zip(sizes, shares, strict=True))
+    return upper.div_(lower.clamp_(min=min(shares)))
 
 
-def _mean(ts: Sequence[Tensor], ws: Sequence[float], agreeing: Sequence[Tensor], divisor: Divisor) -> Tensor:
-    """Σ w·t over the agreeing, divided; `agreeing` may be one truth for each row, [rows, 1]."""
-    upper = _sum(t * agree * w for t, agree, w in zip(ts, agreeing, ws, strict=True))
-    shares = ws if divisor == "weight" else [1.0] * len(ws)
-    lower = _sum(agree.to(upper.dtype) * share for agree, share in zip(agreeing, shares, strict=True))
-    return upper.div_(lower.masked_fill_(lower == 0, 1.0))
+def _shares(ws: Sequence[float], divisor: Divisor) -> Sequence[float]:
+    return ws if divisor == "weight" else [1.0] * len(ws)
 
 
 def _sum(terms: Iterator[Tensor]) -> Tensor:
@@ -120,10 +126,10 @@ def ties(
     Returns:
         A new tensor of the same shape and dtype.
     """
-    limits = [kth_threshold(g, density) for g in gs]
+    limits = [_just_below(kth_threshold(g, density), g) for g in gs]
 
     def merge(parts: Sequence[Tensor]) -> Tensor:
-        ts = [_trimmed(part, limit) for part, limit in zip(parts, limits, strict=True)]
+        ts = [_trimmed(part, below) for part, below in zip(parts, limits, strict=True)]
         return disjoint(ts, ws, elect(ts, ws, vote), divisor)
 
     return elementwise(merge, gs)
@@ -137,7 +143,7 @@ def elementwise(function: Callable[[Sequence[Tensor]], Tensor], xs: Sequence[Ten
         xs: all of one shape and dtype.
     """
     out = torch.empty_like(xs[0], memory_format=torch.contiguous_format)
-    for target, *parts in pieces(PIECE, out, *xs):
+    for target, *parts in pieces(_PIECE, out, *xs):
         target.copy_(function(parts))
     return out
 
@@ -168,7 +174,11 @@ def columnwise(
     rows = [t.flatten(1) for t in ts]
     scores = _SCORES[score](rows, ws)
     elected = elect(scores, ws, vote)
-    return _mean(rows, ws, [(one * elected) > 0 for one in scores], divisor).reshape(ts[0].shape)
+    agreeing = [((one * elected) > 0).to(ts[0].dtype) for one in scores]
+    upper = _sum(row * (agree * w) for row, agree, w in zip(rows, agreeing, ws, strict=True))
+    shares = _shares(ws, divisor)
+    lower = _sum(agree * share for agree, share in zip(agreeing, shares, strict=True))
+    return upper.div_(lower.clamp_(min=min(shares))).reshape(ts[0].shape)
 
 
 def _row_sums(rows: Sequence[Tensor], ws: Sequence[float]) -> list[Tensor]:
