@@ -28,14 +28,27 @@ _IN_LAYER = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 _ALONE = {"lm_head": "output", "language_model.lm_head": "output"}
-# Architectures whose converter brings the two halves of each head of q and k together, row by row.
-_INTERLEAVED = ("llama",)
-_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+_BLOCK = re.compile(r"blk\.\d+\.(.+)")
+# Language models by `general.architecture`: those whose converter (llama.cpp's convert_hf_to_gguf.py) brings the two
+# halves of each head of q and k together, row by row, as it does for Llama, Mistral and Mixtral under the name `llama`;
+# and those whose rows keep Hugging Face's order. Others may change their weights in some way of their own.
+INTERLEAVED = ("llama", "llama-embed", "mistral3", "arcee", "smollm3", "granite", "minicpm", "olmo")
+IN_ORDER = (
+    *("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe"),
+    *("gemma", "gemma2", "gemma3", "phi3", "llama4", "olmo2", "apertus", "seed_oss", "command-r", "cohere2", "exaone4"),
+)
+# Where the number of heads stands, and where it stands if it is not there.
+_HEADS = {
+    "attn_q": ("attention.head_count",),
+    "attn_k": ("attention.head_count_kv", "attention.head_count"),
+}
 
 
 @dataclass(frozen=True)
@@ -167,9 +180,34 @@ def storage(module: str, file: Gguf, shape: Sequence[int]) -> Blocks | Floats:
 
 
 def head_rows(module: str, fields: Mapping[str, Any], rows: int) -> int:
-    """Rows of a head whose two halves the converter has interleaved; 0 where rows keep their order."""
-    architecture = fields.get("general.architecture")
-    heads = fields.get(f"{architecture}.{_HEADS.get(module.rpartition('.')[2])}")
-    if architecture not in _INTERLEAVED or not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
+    """Rows of a head whose two halves the converter has interleaved; 0 where rows keep their order.
+
+    Args:
+        module: name in the GGUF file.
+        fields: of the GGUF file.
+        rows: of the weight.
+
+    Raises:
+        MergeError: a language model of an architecture whose converter is not known, or without its number of heads.
+    """
+    block, architecture = _BLOCK.fullmatch(module), fields.get("general.architecture")
+    if block is None or architecture in IN_ORDER:
         return 0
+    if architecture not in INTERLEAVED:
+        known = ", ".join(sorted((*INTERLEAVED, *IN_ORDER)))
+        raise MergeError(
+            f"the GGUF file's architecture is {architecture!r}, of which it is not known how converters order its rows",
+            tensor=f"{module}.weight",
+            hint=f"language models that can be folded into as GGUF: {known}",
+        )
+    if block[1] not in _HEADS:
+        return 0
+    names = [f"{architecture}.{name}" for name in _HEADS[block[1]]]
+    heads = next((fields[name] for name in names if name in fields), None)
+    if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
+        raise MergeError(
+            f"the rows of {module} are in the order of its heads, but {names[0]} is {heads} for {rows} rows",
+            tensor=f"{module}.weight",
+            hint="make the GGUF file again with a converter that writes the number of heads",
+        )
     return rows // heads

@@ -9,7 +9,7 @@ import pytest
 
 import lib_merge
 from lib_merge.errors import NumberError, PlanError
-from lib_merge.fold.gguf import resolve
+from lib_merge.fold.gguf import IN_ORDER, INTERLEAVED, resolve
 from lib_merge.quant import ggml
 from tests.data.mlx_ref import f32_to_bf16, merged, widened
 from tests.fold.making import DOWN, Pair, Q
@@ -27,6 +27,7 @@ NUMBERS = {
     "BF16": 30,
 }
 NAMES = {Q: "blk.0.attn_q", DOWN: "blk.0.ffn_down"}
+K = "model.layers.0.self_attn.k_proj"
 
 
 def coded(values, kind):
@@ -69,7 +70,7 @@ def pair(tmp_path):
 def ship(pair, kind, architecture="qwen3", down=None):
     """The GGUF file of a pair, in two kinds, with tensors that no adapter touches."""
     wide = {module: widened(array) for module, array in pair.weights.items()}
-    first = interleaved(wide[Q], 5) if architecture == "llama" else wide[Q]
+    first = interleaved(wide[Q], 5) if architecture in INTERLEAVED else wide[Q]
     down = down or kind
     norm = np.ones(128, np.float32)
     tensors = {
@@ -198,3 +199,82 @@ def test_the_quantizer_check_reads_gguf_files_too(pair):
     ship(pair, "Q4_1")
     (found,) = lib_merge.quantizer_check(pair.dense, pair.file, Q)
     assert (found.shipped, found.storage, found.identical) == ("blk.0.attn_q", "GGUF Q4_1", True)
+
+
+# The order of rows.
+
+
+def ship_heads(pair, architecture, fields):
+    """A GGUF file of q and k alone, in float32, as its converter orders them: 4 heads of q, 2 of k."""
+    tensors = {}
+    for module, name, heads in ((Q, "attn_q", 4), (K, "attn_k", 2)):
+        values = widened(pair.weights[module])
+        values = interleaved(values, heads) if architecture in INTERLEAVED else values
+        tensors[f"blk.0.{name}.weight"] = ("F32", values.shape, np.ascontiguousarray(values).tobytes())
+    pair.file = pair.root / "shipped.gguf"
+    named = {f"{architecture}.{name}": value for name, value in fields.items()}
+    write_gguf(pair.file, tensors, {"general.architecture": architecture} | named)
+
+
+HEADS = {"attention.head_count": 4, "attention.head_count_kv": 2}
+
+
+@pytest.mark.parametrize("architecture", [*INTERLEAVED, *IN_ORDER])
+def test_rows_are_in_the_order_of_the_architecture(tmp_path, architecture):
+    pair = Pair(tmp_path, shapes={Q: (64, 128), K: (32, 128)})
+    ship_heads(pair, architecture, HEADS)
+    made = fold(pair, pair.adapter(modules=(Q, K)))
+    assert made.rounding.share == 1  # of the dense weights as they are
+    for module in (Q, K):
+        down, up = pair.factors[module]
+        pair.weights[module] = merged(widened(pair.weights[module]), down, up, 1.5)
+    ship_heads(pair, architecture, HEADS)
+    assert (pair.root / "out.gguf").read_bytes() == pair.file.read_bytes()
+
+
+def test_llama_and_mistral_are_interleaved_and_qwen_gemma_and_phi_are_not():
+    assert {"llama", "mistral3"} <= {*INTERLEAVED}
+    assert {"qwen2", "qwen3", "gemma2", "gemma3", "phi3", "llama4"} <= {*IN_ORDER}
+    assert not {*INTERLEAVED} & {*IN_ORDER}
+
+
+def test_without_a_number_of_heads_for_k_it_is_that_of_q(tmp_path):
+    pair = Pair(tmp_path, shapes={Q: (64, 128), K: (32, 128)})
+    pair.weights[K] = pair.weights[Q][:32]
+    pair.write_dense()
+    ship_heads(pair, "llama", {"attention.head_count": 2})
+    assert fold(pair, pair.adapter(modules=[K])).rounding.share == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention.head_count": 0}, {"attention.head_count": 3}])
+def test_heads_that_are_not_known_are_refused(tmp_path, fields):
+    pair = Pair(tmp_path, shapes={Q: (64, 128), K: (32, 128)})
+    ship_heads(pair, "llama", fields)
+    with pytest.raises(PlanError, match=r"llama\.attention\.head_count is") as caught:
+        fold(pair, pair.adapter(modules=[Q]))
+    assert caught.value.tensor == "blk.0.attn_q.weight"
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "deci", "never-heard-of"])
+def test_a_language_model_whose_converter_is_not_known_is_refused_by_name(tmp_path, architecture):
+    pair = Pair(tmp_path, shapes={Q: (64, 128), K: (32, 128)})
+    ship_heads(pair, architecture, HEADS)
+    with pytest.raises(PlanError, match=f"architecture is '{architecture}'") as caught:
+        fold(pair, pair.adapter(modules=[Q]))
+    assert "qwen3" in caught.value.hint
+
+
+def test_an_image_model_keeps_its_rows_whatever_its_architecture_is_called(tmp_path):
+    module = "double_blocks.0.img_mlp.0"
+    pair = Pair(tmp_path, shapes={module: (64, 128)})
+    values = widened(pair.weights[module])
+    write_gguf(tmp_path / "shipped.gguf", {f"{module}.weight": ("F32", values.shape, values.tobytes())},
+               {"general.architecture": "flux"})  # fmt: skip
+    pair.file = tmp_path / "shipped.gguf"
+    assert fold(pair, pair.adapter(modules=[module])).rounding.share == 1
+
+
+@pytest.mark.parametrize(("module", "name"), [("self_attn.qkv_proj", "attn_qkv"), ("mlp.gate_up_proj", "ffn_up")])
+def test_fused_projections_are_one_module(module, name):
+    dense = f"model.layers.7.{module}"
+    assert resolve(dense, {f"{dense}.weight"}, {f"blk.7.{name}.weight"}) == (dense, f"blk.7.{name}")
