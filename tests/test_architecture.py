@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("recipe", "report", "job", "steps"),
     (
         *("catalog", "presets", "dtype_rule", "inspection", "metadata", "ports", "settings", "tiles"),
-        *("channels", "decoding", "prediction", "repairs", "vae"),
+        *("history", "channels", "decoding", "prediction", "repairs", "vae"),
     ),
     ("changes", "baking"),
     ("resolve", "contrast", "operands"),
