@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -153,8 +155,19 @@ def checked_name(name: str) -> str:
 
 
 def readable(recipe: Recipe) -> str:
-    """A recipe as indented JSON, every field written out; a file of it is what `lib-merge run` takes."""
-    return str(msgspec.json.format(to_json(recipe), indent=2)) + "\n"
+    """A recipe as indented JSON, without the fields that say what they say by themselves; `lib-merge run` takes it."""
+    return json.dumps(_said(recipe), indent=2, ensure_ascii=False) + "\n"
+
+
+def _said(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe that differ from their defaults, and those that tell what it is."""
+    plain = json.loads(to_json(Recipe()))
+    always = ("lib_merge", "task", "method", "models")
+    full = json.loads(to_json(recipe))
+    output = {name: value for name, value in full["output"].items() if value != plain["output"][name]}
+    fields = {**full, "output": output or plain["output"]}
+    order = [*always, *(name for name in full if name not in always)]
+    return {name: fields[name] for name in order if name in always or fields[name] != plain[name]}
 
 
 def shared_text(recipe: Recipe) -> str:
@@ -163,7 +176,8 @@ def shared_text(recipe: Recipe) -> str:
     Raises:
         RecipeError: it is not valid.
     """
-    packed = zlib.compress(to_json(recipe).encode(), 9)
+    text = json.dumps(_said(recipe), separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    packed = zlib.compress(text.encode(), 9)
     return SHARED_MARK + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
 

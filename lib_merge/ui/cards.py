@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from html import escape
 from pathlib import Path
@@ -240,6 +240,27 @@ def model_note(facts: Facts | None, error: MergeError | None) -> str:
         hint = f" <small>{escape(error.hint)}</small>" if error.hint else ""
         return f"<div class='lm-note lm-error'><b>!</b> {escape(error.what)}{hint}</div>"
     return f"<div class='lm-note'>{escape(facts.text)}</div>" if facts else ""
+
+
+def note_card(title: str, lines: Iterable[str], *, tone: str = "") -> str:
+    """A short answer to a press."""
+    return _card("note", title, "".join(map(_line, lines)), tone=tone, live=True)
+
+
+def facts_card(title: str, facts: Mapping[str, str]) -> str:
+    """Name -> text, one a line."""
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts.items()
+    )
+    return _card("note", title, f"<table class='lm-table'><tbody>{rows}</tbody></table>", live=True)
+
+
+def filled_note(title: str, open_: Sequence[str]) -> str:
+    """Above the form: which recipe filled it, and the models that it names and that are not chosen."""
+    said = f"The form is filled from {title}." if title else ""
+    if not open_:
+        return help_note(said)
+    return f"<div class='lm-note lm-error'><b>!</b> {escape(f'{said} {chr(32).join(open_)}'.strip())}</div>"
 
 
 def help_note(text: str) -> str:

@@ -62,6 +62,15 @@ def not_found(task: Task, recipe: Recipe, host: Host) -> list[str]:
     return said
 
 
+def left_open(task: Task, recipe: Recipe) -> list[str]:
+    """The fields that a preset has nothing to say of: models of open slots, and LoRAs where it has none."""
+    slots = [field.name for field in task.fields if field.is_slot and recipe.models.get(field.name, 1) is None]
+    loras = (
+        [] if recipe.loras else [field.name for field in task.fields if field.name == "lora1" or field.kind == "loras"]
+    )
+    return slots + loras
+
+
 def _slot(recipe: Recipe, name: str) -> Slot | None:
     """The model of a field: the recipe's VAE, one of its models, or its first LoRA."""
     if name == "vae":

@@ -24,7 +24,7 @@ from ..merge import named_blocks, run
 from ..patterns import split
 from ..recipe import Lora, Output, Recipe, Slot
 from . import lora_lines
-from .task import DEVICE, EXISTS, FOLDER, KEEP_RECIPE, NAME, Field, Task, Values
+from .task import DEVICE, EXISTS, FOLDER, KEEP_RECIPE, MEASURE, NAME, Field, Task, Values
 
 OUTPUT_FIELDS = ("save_dtype", "override_dtype", "names")
 _LONGEST_PROPOSAL = 120
@@ -51,6 +51,7 @@ class Request:
         exists: what happens where it exists: number, stop or overwrite.
         keep_recipe: the result holds its recipe.
         device: where methods are computed: cpu or cuda.
+        measure: every tensor is measured, for the report.
     """
 
     task: Task
@@ -60,6 +61,7 @@ class Request:
     exists: str
     keep_recipe: bool
     device: str = "cpu"
+    measure: bool = True
 
     def run(self, host: Host, **running: Any) -> Result | LoraResult:
         """Carry it out, or with `dry_run=True` only plan it; `running` as in `lib_merge.run`."""
@@ -71,6 +73,7 @@ class Request:
             number=self.exists == "number",
             keep_recipe=self.keep_recipe,
             device=self.device,
+            report=self.measure,
             threads=host.threads,
             cache=host.hashes(),
             **running,
@@ -100,7 +103,8 @@ def request(task: Task, values: Values, host: Host) -> Request:
         target = host.target(task.writes, values.get(FOLDER) or "", _file_name(task, values, files))
     if wrong:
         raise FormError(wrong)
-    return Request(task, recipe, files, target, values[EXISTS], bool(values[KEEP_RECIPE]), values[DEVICE])
+    switches = bool(values[KEEP_RECIPE]), values[DEVICE], bool(values[MEASURE])
+    return Request(task, recipe, files, target, values[EXISTS], *switches)
 
 
 class _noted(suppress):  # noqa: N801 - reads as a verb, like suppress itself

@@ -13,7 +13,7 @@ from ..host import Host
 from . import cards, filling, form, gr_compat, lora_lines
 from .form import FormError
 from .runs import RUNS, Run
-from .task import DEVICE, DEVICES, EXISTS, EXISTS_CHOICES, FOLDER, KEEP_RECIPE, NAME, Task
+from .task import DEVICE, DEVICES, EXISTS, EXISTS_CHOICES, FOLDER, KEEP_RECIPE, MEASURE, NAME, Task
 from .task_form import TaskForm, Updates
 from .widgets import Widget, choice
 
@@ -32,7 +32,7 @@ class MergePage:
 
     def __init__(self, host: Host, tasks: Sequence[Task]) -> None:
         self._host = host
-        with gr.Column(elem_id="merge_root"), gr_compat.row():
+        with gr_compat.row():
             with gr.Column(scale=3, min_width=260, elem_id="merge_form"):
                 self._build_form(tasks)
             with gr.Column(scale=2, min_width=260, elem_id="merge_side"):
@@ -47,6 +47,7 @@ class MergePage:
     # What it is made of
 
     def _build_form(self, tasks: Sequence[Task]) -> None:
+        self._filled_note = gr_compat.html(elem_id="merge_note_filled")
         texts = {task.id: task.label for task in tasks}
         with gr.Column(visible=len(tasks) > 1):
             self._task = choice("task", "What to do", texts, tasks[0].id, "merge_task")
@@ -82,6 +83,8 @@ class MergePage:
             yield device
             keep = gr.Checkbox(value=True, label="Store the recipe in the result", elem_id="merge_keep_recipe")
             yield Widget(KEEP_RECIPE, gr_compat.own(keep), {})
+            measure = gr.Checkbox(value=True, label="Measure every tensor for the report", elem_id="merge_measure")
+            yield Widget(MEASURE, gr_compat.own(measure), {})
 
     def _build_side(self) -> None:
         with gr_compat.row():
@@ -134,13 +137,15 @@ class MergePage:
             self._write_recipe.click, self._recipe_of_form, self._inputs, [self._recipe_text, self._recipe_note]
         )
         looks = [*self._boxes.values(), *self._result_looks()]
-        filled = [*dict.fromkeys([*everything, *looks, *planned, self._recipe_note])]
-        gr_compat.on(self._read_recipe.click, self._form_of_recipe, [self._recipe_text, *self._inputs], filled)
+        self.filled = [*dict.fromkeys([*everything, *looks, *planned, self._filled_note])]
+        read = [*self.filled, self._recipe_note]
+        gr_compat.on(self._read_recipe.click, self._form_of_recipe, [self._recipe_text, *self._inputs], read)
         gr_compat.on(blocks.load, self._refreshed, self._inputs, [*lists, *planned])
 
     def _listen_to_runs(self, blocks: Any, refreshed: list[Any]) -> None:
         """Start, follow and stop; new lists, with the form as it is by then, follow a run that made something."""
         running = [self._status, self._start, self._stop, self._use, self._use_note, self._made]
+        self._running_parts, self._refreshed_parts = running, refreshed
         queue = self._host.generators
         look: Any = self._look_once
         run: Any = self._run if queue else self._run_once
@@ -158,10 +163,13 @@ class MergePage:
 
     def _read(self, raw: Sequence[Any]) -> tuple[TaskForm, dict[str, Any]]:
         """The form of the task that is chosen, and its values."""
-        values = {(id, name): widget.read(value) for (id, name, widget), value in zip(self._named, raw, strict=True)}
-        chosen = values["", "task"]
-        mine = {name: value for (id, name), value in values.items() if id in ("", chosen)}
-        return self._forms[chosen], mine
+        chosen = self._task.read(raw[0])
+        return self._forms[chosen], self._values(chosen, raw)
+
+    def _values(self, task: str, raw: Sequence[Any]) -> dict[str, Any]:
+        """What stands in the form of a task, and in the entries that all tasks share."""
+        named = zip(self._named, raw, strict=True)
+        return {name: widget.read(value) for (id, name, widget), value in named if id in ("", task)}
 
     def _choose_task(self, *raw: Any) -> Updates:
         made, values = self._read(raw)
@@ -319,6 +327,55 @@ class MergePage:
             return {self._use_note: cards.error_card(error)}
         return {self._use_note: cards.help_note(f"{self._host.name} uses {run.job.result.output.name} from now on.")}
 
+    # What other pages ask for
+
+    def follow_after(self, event: Any) -> None:
+        """Show the run that an event of another page has begun."""
+        function: Any = self._attach if self._host.generators else self._look_once
+        followed = gr_compat.on(event.then, function, [self._made], self._running_parts, queue=self._host.generators)
+        gr_compat.on(followed.then, self._after, [self._made, *self._inputs], self._refreshed_parts)
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The components whose values are the form."""
+        return self._inputs
+
+    def recipe_of(self, raw: Sequence[Any]) -> recipes.Recipe:
+        """The recipe that the form says.
+
+        Raises:
+            FormError: an entry is missing or cannot be used.
+        """
+        made, values = self._read(raw)
+        return form.request(made.task, values, self._host).recipe
+
+    def fill(self, recipe: recipes.Recipe, raw: Sequence[Any], title: str = "") -> Updates:
+        """The form filled from a recipe, updates of `filled`; models that it leaves open stay as they are chosen.
+
+        Args:
+            recipe: of a task that the tab has.
+            raw: values of `inputs`.
+            title: what the recipe is called, to be told above the form.
+
+        Raises:
+            MergeError: the form cannot show it.
+        """
+        if recipe.task not in self._forms:
+            raise MergeError(f"the tab has no task {recipe.task} yet", hint="run the recipe with lib-merge run")
+        made = self._forms[recipe.task]
+        values = filling.values_of(made.task, recipe, self._host)
+        _, before = self._read(raw)
+        there = self._values(recipe.task, raw)
+        values |= {name: there[name] for name in filling.left_open(made.task, recipe)}
+        folders = self._folders(made.task)
+        folder = before[FOLDER] if before[FOLDER] in folders else next(iter(folders), None)
+        shown = {**before, **values, "task": recipe.task, NAME: before[NAME], FOLDER: folder}
+        look = self._task_look(made.task)
+        look[self._of_result(FOLDER)] = gr.update(choices=folders, value=folder)
+        task = {self._task.component: gr.update(value=self._task.show(recipe.task))}
+        note = cards.filled_note(title, filling.not_found(made.task, recipe, self._host))
+        return {**made.show(values), **look, **task, **self._planned(made, shown), self._filled_note: note}
+
     def _recipe_of_form(self, *raw: Any) -> Updates:
         made, values = self._read(raw)
         try:
@@ -329,20 +386,6 @@ class MergePage:
 
     def _form_of_recipe(self, text: str, *raw: Any) -> Updates:
         try:
-            recipe = recipes.from_json(text)
-            if recipe.task not in self._forms:
-                raise MergeError(f"the tab has no task {recipe.task} yet", hint="run the recipe with lib-merge run")
-            made = self._forms[recipe.task]
-            values = filling.values_of(made.task, recipe, self._host)
+            return {**self.fill(recipes.from_json(text), raw), self._recipe_note: ""}
         except MergeError as error:
             return {self._recipe_note: cards.error_card(error)}
-        _, before = self._read(raw)
-        folders = self._folders(made.task)
-        folder = before[FOLDER] if before[FOLDER] in folders else next(iter(folders), None)
-        shown = {**before, **values, "task": recipe.task, NAME: before[NAME], FOLDER: folder}
-        look = self._task_look(made.task)
-        look[self._of_result(FOLDER)] = gr.update(choices=folders, value=folder)
-        task = {self._task.component: gr.update(value=self._task.show(recipe.task))}
-        open_ = filling.not_found(made.task, recipe, self._host)
-        note = cards.error_card(MergeError("; ".join(open_))) if open_ else ""
-        return {**made.show(values), **look, **task, **self._planned(made, shown), self._recipe_note: note}

@@ -13,6 +13,7 @@ from ..host import Host
 from ..job import Job
 from ..lora import LoraResult
 from .form import Request
+from .past import recorded
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ def _work(
     with (
         host.gpu() if request.device != "cpu" else nullcontext(),
         host.follow(title, cancel, on_progress) as told,
+        recorded(request, host) as kept,
     ):
         made = request.run(host, on_progress=told, cancel=cancel)
+        kept.append(made)
     try:
         host.refresh(request.task.writes)
     except Exception as error:  # the result is there, whatever the host makes of it

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import gradio as gr
+
 from ..host import Host
 from . import gr_compat
+from .history_page import HistoryPage
 from .merge_page import MergePage
+from .pages import Pages
+from .recipes_page import RecipesPage
 from .tasks.registry import TASKS
 
 TITLE, ELEMENT = "Merge", "merge_tab"
@@ -21,7 +26,17 @@ def merge_tab(host: Host, css: str | None = None, js: str = "") -> Any:
         js: likewise: a function that is called when the page has loaded.
     """
     with gr_compat.blocks(css) as blocks:
-        MergePage(host, TASKS).listen(blocks)
+        with gr.Column(elem_id="merge_root"):
+            pages = Pages()
+            with pages.page("merge", "Merge"):
+                merging = MergePage(host, TASKS)
+            with pages.page("recipes", "Recipes"):
+                recipes = RecipesPage(host)
+            with pages.page("history", "History"):
+                history = HistoryPage(host)
+        merging.listen(blocks)
+        recipes.listen(blocks, merging, pages)
+        history.listen(blocks, merging, pages)
         if js:
             gr_compat.on(blocks.load, None, js=js)
     return blocks

@@ -15,6 +15,7 @@ Values = Mapping[str, Any]
 
 # Fields of the result, the same for every task.
 NAME, FOLDER, EXISTS, KEEP_RECIPE, DEVICE = "name", "folder", "exists", "keep_recipe", "device"
+MEASURE = "measure"
 EXISTS_CHOICES = (("add a number", "number"), ("stop", "stop"), ("overwrite it", "overwrite"))
 DEVICES = {"cpu": "CPU", "cuda": "GPU (cuda): the host's models leave it meanwhile"}
 FIRST_SCREEN, MORE = "", "More options"
@@ -115,4 +116,4 @@ class Task:
         values = {field.name: field.default for field in self.fields}
         if first := next((method for method in self.methods if method.id == self.first_method), None):
             values |= {"method": first.id} | {param.name: param.default for param in first.params}
-        return values | {NAME: "", FOLDER: "", EXISTS: "number", KEEP_RECIPE: True, DEVICE: "cpu"}
+        return values | {NAME: "", FOLDER: "", EXISTS: "number", KEEP_RECIPE: True, DEVICE: "cpu", MEASURE: True}
