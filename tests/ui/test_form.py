@@ -90,6 +90,7 @@ def test_every_field_of_a_recipe_is_shown_or_refused():
     }
     hidden = set(lib_merge.Recipe().__struct_fields__) - shown
     examples = {"loras": (recipes.Lora(file="x"),), "rules": (recipes.Rule(match="x", params={}),), "only": "vae"}
+    examples["optimizer"] = recipes.Optimizer(scope="global")
     for name in hidden & examples.keys():
         with pytest.raises(RecipeError, match=name):
             values_of(MERGE, lib_merge.Recipe(**{name: examples[name]}), standalone([]))
