@@ -114,9 +114,9 @@ def _chosen(m: Tensor, draws: Tensor) -> Tensor:
 
 def _mixed(m: Tensor, chosen: Tensor, smoothness: float) -> Tensor:
     """smoothness·m + (1 − smoothness)·(1 where chosen), in place of m; exactly 1 for 1 and chosen, 0 for 0."""
-    part = torch.tensor(smoothness, dtype=m.dtype)
+    part = scalar(smoothness, m)
     rest = int(as_bits(1 - part))
-    return m.mul_(float(part)).add_(chosen.bitwise_and_(rest).view(m.dtype))
+    return m.mul_(part).add_(chosen.bitwise_and_(rest).view(m.dtype))
 
 
 def _interpolate(a: Tensor, b: Tensor, share: Tensor, back: Tensor) -> None:
