@@ -66,6 +66,16 @@ def test_della_keeps_what_the_oracle_keeps_divided_by_the_probability(shape, den
     assert np.array_equal(found.numpy() != 0, kept & (wide != 0))
 
 
+@pytest.mark.parametrize("rule", RULES)
+@dtypes
+def test_of_equal_sizes_the_first_ranks_lower(rule, dtype):
+    entries = np.random.default_rng(4).integers(-2, 3, (40, 50)) / 2  # zeros of both signs among them
+    x = (torch.from_numpy(entries).to(dtype) * -1).T
+    probability = oracle.della_keep_prob(arrays([x])[0], 0.4, mode=rule)
+    kept = (drawn(x).numpy() + 0.5) / STEPS < probability
+    assert np.array_equal(sparsify.della(x, 0.4, drawn(x), rule).numpy() != 0, kept & (x.numpy() != 0))
+
+
 @shapes
 @dtypes
 @pytest.mark.parametrize("kind", ["dare", "della"])
