@@ -85,7 +85,7 @@ class Rule(_Data, frozen=True):
     params: dict[str, Value]
 
 
-class Optimizer(_Data, frozen=True, omit_defaults=True):
+class Optimizer(_Data, frozen=True):
     """How LoRAs are put together, as far as words say it; numbers are parameters. Of the task lora_merge.
 
     Attributes:

@@ -9,7 +9,7 @@ import pytest
 
 from lib_merge import Recipe, RecipeError
 from lib_merge import recipe as recipes
-from lib_merge.recipe import Output, Rule, Slot, from_json, to_json, validated
+from lib_merge.recipe import Optimizer, Output, Rule, Slot, from_json, to_json, validated
 
 pytestmark = pytest.mark.portable
 
@@ -278,8 +278,9 @@ def test_hashes_are_filled_in_by_slot_path():
 def test_how_loras_are_put_together_is_said_in_words_that_are_checked():
     read = from_json(document(task="lora_merge", optimizer={"scope": "global", "refinement": "maximum"}))
     assert (read.optimizer.scope, read.optimizer.refinement, read.optimizer.profile) == ("global", "maximum", "v1.2")
-    assert json.loads(to_json(read))["optimizer"] == {"scope": "global", "refinement": "maximum"}
-    assert json.loads(to_json(Recipe()))["optimizer"] == {}
+    rest = {"profile": "v1.2", "rules": "ordered", "sparsify": "none"}
+    assert json.loads(to_json(read))["optimizer"] == {"scope": "global", "refinement": "maximum", **rest}
+    assert to_json(Recipe(optimizer=Optimizer(profile="".join(["v1", ".2"])))) == to_json(Recipe())
     error = refused(document(task="lora_merge", optimizer={"scope": "globally"}))
     assert "optimizer.scope" in error.what
     assert error.hint == "choose one of: per_prefix, global, additive"

@@ -28,30 +28,56 @@ def _group() -> None:
     """Merge LoRAs into one, extract one from two checkpoints, resize, compare, convert."""
 
 
+_optimizer = options(
+    click.option("--scope", default="per_prefix", show_default=True, help="auto decides for each weight; global: once "
+                 "for all; additive: sums."),
+    click.option("--profile", default="v1.2", show_default=True, help="v1.2 (all strategies), no_slerp, classic."),
+    click.option("--rules", default="ordered", show_default=True, help="ordered, or document: its literal thresholds."),
+    click.option("--refinement", default="standard", show_default=True, help="standard, enhanced, or maximum: in a "
+                 "common basis, stored exactly."),
+    click.option("--sparsify", default="none", show_default=True, help="none, dare, della, dare_conflict, "
+                 "della_conflict."),
+    click.option("--density", metavar="X|auto", help="Share that TIES (default 0.5) or --sparsify (0.7) keeps."),
+    click.option("--dampening", type=float, metavar="X", help="0 … 1: how far DARE leaves what it keeps as it is."),
+    click.option("--smoothing", type=float, metavar="X", help="0 … 1: how far a weight's numbers are drawn to its "
+                 "block's; default 0.25."),
+    click.option("--auto-strength/--no-auto-strength", default=None, help="Make no weight's result larger than its "
+                 "largest input; default: of the sums that auto makes."),
+    click.option("--output-strength", metavar="X|auto", help="Factor of the whole result; auto: the largest advised."),
+    click.option("--normalize/--no-normalize", default=True, show_default=True, help="Means stay means; or give them "
+                 "the size of the strengths."),
+    click.option("--lossless", is_flag=True, help="Store what factors cannot hold as whole differences (.diff)."),
+)  # fmt: skip
+
+
 @_group.command("merge")
 @click.argument("loras", nargs=-1, required=True, metavar="LORA[@W[@TE_W]] ...")
-@click.option("--method", default="concat", show_default=True, help="concat (exact), weighted_average, or another "
-              "program's merge: kohya_merge, kohya_concat, kohya_svd, supermerger_same_strength, peft_…")  # fmt: skip
+@click.option("--method", default="concat", show_default=True, help="concat (the exact sum), auto (what suits each "
+              "weight), weighted_average, slerp, consensus, ties, or another program's merge: kohya_merge, "
+              "kohya_concat, kohya_svd, supermerger_same_strength, peft_…")  # fmt: skip
+@_optimizer
 @click.option("--rank", metavar="N|auto", help="Cut modules to this rank; auto: as small as --max-error allows.")
-@click.option("--max-rank", type=click.IntRange(1), metavar="N", help="No module gets more.")
-@click.option("--max-error", type=float, metavar="X", help="Relative error that --rank auto allows; default 0.05.")
+@click.option("--max-rank", type=click.IntRange(1), metavar="N", help="No module gets more; default: the added ranks.")
+@click.option("--max-error", type=float, metavar="X", help="Relative error that a cut allows; default 0.05.")
 @click.option("--base", metavar="CHECKPOINT", help="Needed for DoRA, OFT, (IA)³, GLoRA and full copies.")
 @click.option("-p", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of another program's merge.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random methods.")
 @lora_alpha_option
 @_dtype
 @writing_options
-def _merge(loras: Sequence[str], params: Sequence[str], rank: str | None, metadata: str | None, **options: Any) -> None:
+def _merge(loras: Sequence[str], params: Sequence[str], metadata: str | None, **options: Any) -> None:
     """Merge LoRAs into one that does what they do together, at the strengths W that prompts would give them.
 
-    Without --rank the result is the exact sum, of the added ranks. Ranks and formats may differ; strengths may be
-    negative. TE_W is the strength of the text encoders where it is another.
+    Without other options the result is the exact sum, of the added ranks. Ranks and formats may differ; strengths may
+    be negative. TE_W is the strength of the text encoders where it is another. With --method auto the numbers of each
+    weight decide how its LoRAs are put together: alike ones by consensus, unrelated ones by SLERP, conflicting ones by
+    TIES; the report says what was done with each, and why.
     """
     given = [_three(lora_argument(text)) for text in loras]
+    for name, read in (("rank", _rank), ("density", _number), ("output_strength", _number)):
+        options[name] = read(name, options[name])
     finish(
-        lambda how: merge_loras(
-            *given, rank=_rank(rank), params=parameters(params, {}), metadata=metadata_object(metadata), **how
-        ),
+        lambda how: merge_loras(*given, params=parameters(params, {}), metadata=metadata_object(metadata), **how),
         options,
     )
 
@@ -148,12 +174,21 @@ def _three(given: tuple[str, float, float | None, str]) -> tuple[str, float, flo
     return path, strength, text
 
 
-def _rank(text: str | None) -> int | Literal["auto"] | None:
+def _rank(name: str, text: str | None) -> int | Literal["auto"] | None:
     if text is None or text == "auto":
         return text  # type: ignore[return-value]
     if not text.isdecimal():
         raise click.UsageError(f"--rank {text}: neither a whole number nor auto")
     return int(text)
+
+
+def _number(name: str, text: str | None) -> float | Literal["auto"] | None:
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"--{name.replace('_', '-')} {text}: neither a number nor auto") from None
 
 
 def finish(work: Callable[[dict[str, Any]], LoraResult], options: dict[str, Any]) -> None:
@@ -176,6 +211,8 @@ def _described(made: LoraResult, planned: bool) -> str:
         told = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
         done = f"{made.modules} modules{told}, {made.copied} tensors copied"
         lines = [f"wrote {made.output}: {done}"]
+        if made.strategies:
+            lines.append(", ".join(f"{count} by {strategy}" for strategy, count in made.strategies.items()))
         error = (
             f"relative error {made.error:.3g}" if made.error else "nothing cut off; its factors are rounded as stored"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..adapters import Piece
@@ -127,3 +127,25 @@ def _refuse_overlaps(shares: dict[tuple[int, int, int], list[Term]]) -> None:
                 file=other.input.path,
                 hint="convert one of the LoRAs to the other's names first",
             )
+
+
+def filtered(groups: Sequence[Group]) -> tuple[list[Group], int]:
+    """Groups without the LoRAs whose `key_filter` leaves them out, and how many weights no LoRA is left for.
+
+    A LoRA that takes part in shared weights alone is left out where no other of a strength changes the weight; one
+    that takes part in its own alone is left out where another does.
+    """
+    found, lost = [], 0
+    for group in groups:
+        there = {term.input.slot for term in group.terms if term.strength}
+        terms = tuple(term if _takes_part(term, len(there)) else replace(term, strength=0.0) for term in group.terms)
+        if there and not any(term.strength for term in terms):
+            lost += 1
+        else:
+            found.append(replace(group, terms=terms))
+    return found, lost
+
+
+def _takes_part(term: Term, loras: int) -> bool:
+    wanted = term.input.lora.key_filter
+    return wanted == "all" or (loras > 1) == (wanted == "shared_only")

@@ -32,6 +32,11 @@ class Member:
     down: Tensor | None = None
     whole: Tensor | None = None
 
+    def counts(self) -> bool:
+        """False where nothing was trained: a factor, or the change, is all zeros."""
+        parts = (self.up, self.down) if self.whole is None else (self.whole,)
+        return all(bool(part.any()) for part in parts if part is not None)
+
     def matrix(self) -> Tensor:
         """The change as a dense matrix [out, rest]."""
         if self.whole is not None:

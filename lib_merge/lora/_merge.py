@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-
-from msgspec.structs import replace
 
 from ..adapter_facts import stored_alphas, zero_alphas
 from ..adapters import FORMATS, Piece
 from ..errors import Problem, RecipeError
 from ..files.source import Source
-from ..recipe import Lora, Recipe
+from ..recipe import Optimizer, Recipe
 from ..wording import suggestion
+from . import _advice
 from ._based import Based
 from ._combine import combine
 from ._compat import COMPATIBLE, compatible_jobs
-from ._groups import Group, grouped
+from ._groups import Group, filtered, grouped
 from ._inputs import Input, open_inputs, widest
 from ._module import Module
+from ._optimize import Optimization
 from ._ranks import Ranks
+from ._settings import AUTO, PARAMS, STRATEGIES, Settings
 from ._work import Work, dtype_name
 
 # id -> what it does with the strengths.
 METHODS: Mapping[str, str] = {
     "concat": "Σ wᵢ·ΔWᵢ, exactly",
-    "weighted_sum": "the same as concat",
-    "weighted_average": "Σ wᵢ·ΔWᵢ / Σ wᵢ",
+    "weighted_sum": "the same as concat; with the optimizer's options a sum under them",
+    "weighted_average": "Σ wᵢ·ΔWᵢ / Σ |wᵢ| in each weight that several LoRAs change",
+    "slerp": "along the arc from one change to the next, its size the mean of theirs",
+    "consensus": "entries weighted by their squares, small directions left out",
+    "ties": "small entries left out, a sign elected at each place, the mean of those that have it",
+    "auto": "for each weight whichever of these its numbers call for",
 }
-PARAMS = ("rank", "auto", "max_error", "max_rank")
+RANKS = ("rank", "auto", "max_error", "max_rank")
 
 
 def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
@@ -45,52 +50,69 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     if method not in METHODS and method not in COMPATIBLE:
         what = f"there is no LoRA merge method {method!r}"
         raise RecipeError(what, hint=suggestion(method, [*METHODS, *COMPATIBLE]))
-    known = PARAMS if method in METHODS else COMPATIBLE[method]
+    known = _params(method)
     if other := recipe.params.keys() - set(known):
         raise RecipeError(f"{method} has no parameter {min(other)!r}", hint=f"it has {', '.join(known) or 'none'}")
-    inputs = _weighted(open_inputs(recipe, sources), method)
+    _refuse_words(method, recipe)
+    inputs = open_inputs(recipe, sources)
     if not inputs:
         raise RecipeError("there is no LoRA to merge", hint="name at least one file")
     dtype = dtype_name(recipe.output.save_dtype, widest(inputs))
     problems = _notes(inputs)
     _refuse_experts(inputs)
     if method in COMPATIBLE:
-        made = compatible_jobs(method, grouped(inputs), recipe)
-        return Work(recipe, sources, inputs, made, dtype, unused=_unused(inputs), problems=problems, in_order=True)
+        theirs = compatible_jobs(method, grouped(inputs), recipe)
+        return Work(recipe, sources, inputs, theirs, dtype, unused=_unused(inputs), problems=problems, in_order=True)
     ranks = Ranks.read(recipe.params)
-    base = Based(_with_strengths(recipe, inputs), inputs, sources["A"], ranks) if "A" in sources else None
+    base = Based(recipe, inputs, sources["A"], ranks) if "A" in sources else None
     if base is None:
         _refuse_bases(inputs)
-    groups = grouped(inputs, base.keys if base else ())
-    jobs: list[Callable[[], Sequence[Module]]] = [partial(_sum, group, ranks, base) for group in groups]
-    jobs += base.jobs() if base else []
-    if not jobs:
+    groups, lost = filtered(grouped(inputs, base.keys if base else ()))
+    if lost:
+        what = f"key_filter leaves no LoRA for {lost} weights: they are not in the result"
+        problems.append(Problem("note", what))
+    work = Work(recipe, sources, inputs, [], dtype, unused=_unused(inputs), problems=problems)
+    if _is_plain_sum(recipe, inputs):
+        work.jobs = [partial(_sum, group, ranks, base) for group in groups]
+    else:
+        made = Optimization(groups, inputs, Settings.read(recipe), ranks, base)
+        work.jobs, work.prepare, work.advise = made.jobs(), made.prepare, made.advise
+        problems += _advice.distilled(inputs)
+    work.jobs = [*work.jobs, *(base.jobs() if base else [])]
+    if not work.jobs:
         raise RecipeError("the LoRAs change nothing", file=inputs[0].path)
     problems += base.problems if base else []
-    return Work(recipe, sources, inputs, jobs, dtype, unused=_unused(inputs), problems=problems)
+    return work
+
+
+def _refuse_words(method: str, recipe: Recipe) -> None:
+    """Words that a method would not heed."""
+    if method not in (AUTO, *STRATEGIES) and recipe.optimizer != Optimizer():
+        what = f"{method} takes no scope, profile, rules, refinement and sparsification"
+        raise RecipeError(what, hint="they belong to --method auto")
+    filtered_ones = [lora.file for lora in recipe.loras if (lora.conflict_mode, lora.key_filter) != ("all", "all")]
+    if method in COMPATIBLE and filtered_ones:
+        raise RecipeError(f"{method} takes no conflict_mode and key_filter", hint="they belong to --method auto")
+
+
+def _params(method: str) -> tuple[str, ...]:
+    if method in COMPATIBLE:
+        return tuple(COMPATIBLE[method])
+    return RANKS if method == "concat" else (*RANKS, *PARAMS)
+
+
+def _is_plain_sum(recipe: Recipe, inputs: Sequence[Input]) -> bool:
+    """Whether factors need but be put side by side, whatever their numbers."""
+    plain = recipe.optimizer == Optimizer() and not recipe.params.keys() & set(PARAMS)
+    return recipe.method in (None, "concat", "weighted_sum") and plain and not any(_masked(item) for item in inputs)
+
+
+def _masked(item: Input) -> bool:
+    return item.lora.conflict_mode != "all"
 
 
 def _sum(group: Group, ranks: Ranks, base: Based | None) -> list[Module]:
     return [combine(group, ranks, base.kernel(group) if base else None)]
-
-
-def _weighted(inputs: Sequence[Input], method: str) -> list[Input]:
-    """The LoRAs with the strengths that the method works with."""
-    if method != "weighted_average":
-        return list(inputs)
-    total = sum(item.lora.strength for item in inputs)
-    if total == 0:
-        raise RecipeError("the strengths add up to 0: there is no average", hint="use concat")
-    return [Input(i.slot, _scaled(i.lora, 1 / total), i.source, i.adapter, i.found) for i in inputs]
-
-
-def _with_strengths(recipe: Recipe, inputs: Sequence[Input]) -> Recipe:
-    return replace(recipe, loras=tuple(item.lora for item in inputs))
-
-
-def _scaled(lora: Lora, factor: float) -> Lora:
-    own = None if lora.te_strength is None else lora.te_strength * factor
-    return replace(lora, strength=lora.strength * factor, te_strength=own)
 
 
 def _unused(inputs: Sequence[Input]) -> tuple[str, ...]:

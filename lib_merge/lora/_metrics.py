@@ -99,16 +99,18 @@ def relate(group: Group, members: Sequence[Member], with_density: bool = False) 
 
     Args:
         group: tells the weight's name, on which the positions depend.
-        members: its LoRAs.
+        members: its LoRAs; of one alone, only the size is measured.
         with_density: measure the share of entries above the noise too.
     """
     products = _products(members)
+    unknown = torch.full((len(members), len(members)), math.nan, dtype=torch.float64)
+    if len(members) < 2:
+        gram = products.gram() if products else _dense_gram(members)
+        return Relations(*_who(members), gram, unknown, unknown, unknown)
     samples = _samples(group, members)
     opposed, both = sign_counts(samples)
-    unknown = torch.full((len(members), len(members)), math.nan, dtype=torch.float64)
     return Relations(
-        tuple(member.number for member in members),
-        tuple(member.strength for member in members),
+        *_who(members),
         products.gram() if products else _dense_gram(members),
         opposed,
         both,
@@ -117,13 +119,19 @@ def relate(group: Group, members: Sequence[Member], with_density: bool = False) 
     )
 
 
+def _who(members: Sequence[Member]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return tuple(member.number for member in members), tuple(member.strength for member in members)
+
+
 def _products(members: Sequence[Member]) -> Products | None:
     ups = [member.up for member in members if member.up is not None]
     downs = [member.down for member in members if member.down is not None]
-    return Products.of(ups, downs) if len(ups) == len(members) else None
+    return Products.of(ups, downs) if members and len(ups) == len(members) else None
 
 
 def _dense_gram(members: Sequence[Member]) -> Tensor:
+    if not members:
+        return torch.zeros(0, 0, dtype=torch.float64)
     flat = torch.stack([member.matrix().double().reshape(-1) for member in members])
     return flat @ flat.T
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..kernels.lowrank import product_norm
@@ -35,7 +36,7 @@ class Module:
         rank_before: added ranks of what went in.
         error: relative error of the cut.
         note: what the report says.
-        stored: dtype name of its own, for tensors that are handed on; empty: the result's.
+        facts: further columns of the report.
     """
 
     stem: str
@@ -50,6 +51,7 @@ class Module:
     rank_before: int | None = None
     error: float = 0.0
     note: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,8 @@ class Work:
         nbytes: expected size of the result, 0 where it is not known before.
         found: the family that the result is for.
         in_order: jobs must run one after the other (random draws of other programs).
+        prepare: looks at all inputs before the first job; is given the workers.
+        advise: what the user should hear once modules are made.
     """
 
     recipe: Recipe
@@ -64,6 +67,8 @@ class Work:
     nbytes: int = 0
     found: Detected = field(default_factory=Detected)
     in_order: bool = False
+    prepare: Callable[[Executor, Running], None] | None = None
+    advise: Callable[[Sequence[Module]], Sequence[Problem]] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class LoraResult:
         error: relative error of the whole change that cutting left, in the Frobenius norm.
         worst: (module, its relative error), the largest one.
         ranks: rank -> number of modules.
+        strategies: how LoRAs were put together -> number of modules; empty for other tasks.
         rows: report, one row for each module and one for each difference that the result cannot hold.
         seconds: wall time.
         peak_rss_mb: peak memory of this process so far.
@@ -95,6 +101,7 @@ class LoraResult:
     worst: tuple[str, float]
     ranks: Mapping[int, int]
     rows: Sequence[Mapping[str, Any]]
+    strategies: Mapping[str, int] = field(default_factory=dict)
     sha256: str | None = None
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
@@ -113,6 +120,7 @@ class LoraResult:
             "error": self.error,
             "worst": {"module": self.worst[0], "error": self.worst[1]},
             "ranks": {str(rank): count for rank, count in sorted(self.ranks.items())},
+            "strategies": dict(self.strategies),
             "seconds": round(self.seconds, 3),
             "peak_rss_mb": round(self.peak_rss_mb, 1),
         }
@@ -156,8 +164,9 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     modules, saturated = compute(work, how)
     if not modules and not work.kept:
         raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
+    work.problems += work.advise(modules) if work.advise else []
     result = _output.stored(modules, work.dtype, work.kept, saturated, _swapped(work))
-    if how.strict and (late := list(_late(work, result))):
+    if how.strict and (late := [*_warnings(work), *_late(work, result)]):
         raise PlanError([Problem("error", text) for text in late])
     hashes = _hashes(work, how)
     metadata = _metadata.build(work.recipe, work.inputs, modules, result, work.sources, hashes, how.keep_recipe)
@@ -192,6 +201,8 @@ def compute(work: Work, how: Running) -> tuple[list[Module], int]:
     saturated = 0
     pool = ThreadPoolExecutor(threads, "lib_merge", initializer=torch.set_num_threads, initargs=(1,))
     try:
+        if work.prepare:
+            work.prepare(pool, how)
         waiting = [pool.submit(_rounded, job, work.dtype, how) for job in work.jobs]
         for done, future in enumerate(waiting, 1):
             found, beyond = future.result()
@@ -252,23 +263,28 @@ def _result(
     for module in modules:
         if module.rank is not None:
             counts[module.rank] = counts.get(module.rank, 0) + 1
-    told = [problem for problem in work.problems if problem.level == "warning"]
+    strategies = Counter(str(module.facts["strategy"]) for module in modules if "strategy" in module.facts)
     return LoraResult(
         output=target,
         modules=len(modules) if result is not None else len(work.jobs),
         copied=len(work.kept),
         unused=work.unused,
-        warnings=(*(problem.what for problem in told), *_late(work, result)),
+        warnings=(*_warnings(work), *_late(work, result)),
         notes=tuple(problem.what for problem in work.problems if problem.level == "note"),
         error=math.sqrt(lost / sum(wholes)) if sum(wholes) else 0.0,
         worst=(worst.stem, worst.error) if worst and worst.error else ("", 0.0),
         ranks=counts,
+        strategies=dict(sorted(strategies.items())),
         rows=[*rows, *(_full(work, row) for row in sorted(work.rows, key=lambda row: str(row["key"])))],
         sha256=sha256,
         seconds=seconds,
         peak_rss_mb=peak_rss_mb(),
         output_bytes=result.nbytes if result is not None else work.nbytes,
     )
+
+
+def _warnings(work: Work) -> list[str]:
+    return [problem.what for problem in work.problems if problem.level == "warning"]
 
 
 def _late(work: Work, result: Any) -> Iterator[str]:
@@ -302,6 +318,7 @@ def _row(module: Module, work: Work) -> dict[str, Any]:
             "rank_before": math.nan if module.rank_before is None else module.rank_before,
             "svd_error": module.error,
             "note": module.note,
+            **module.facts,
         },
     )
 

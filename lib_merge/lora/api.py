@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from ..catalog import PathLike
 from ..changes import LoraLike, named_loras
-from ..errors import OutputError
+from ..choose import word
+from ..errors import OutputError, RecipeError
 from ..execute import Running
 from ..files.companion import adapter_path
 from ..files.source import Source
 from ..files.target import numbered
 from ..metadata import text_metadata
-from ..recipe import LoraNames, Output, Recipe, SaveDtype, Slot, Value
+from ..recipe import (
+    ConflictMode,
+    KeyFilter,
+    Lora,
+    LoraNames,
+    Optimizer,
+    Output,
+    Recipe,
+    SaveDtype,
+    Slot,
+    Value,
+    validated,
+)
 from ._extract import extract_work
 from ._merge import merge_work
 from ._output import raw
@@ -33,6 +48,20 @@ def merge_loras(
     *loras: LoraLike,
     out: PathLike,
     method: str = "concat",
+    scope: str = "per_prefix",
+    profile: str = "v1.2",
+    rules: str = "ordered",
+    refinement: str = "standard",
+    sparsify: str = "none",
+    density: float | Literal["auto"] | None = None,
+    dampening: float | None = None,
+    smoothing: float | None = None,
+    auto_strength: bool | None = None,
+    output_strength: float | Literal["auto"] | None = None,
+    normalize: bool = True,
+    lossless: bool = False,
+    conflict_modes: Sequence[ConflictMode] = (),
+    key_filters: Sequence[KeyFilter] = (),
     rank: int | Literal["auto"] | None = None,
     max_rank: int | None = None,
     max_error: float | None = None,
@@ -44,16 +73,37 @@ def merge_loras(
     seed: int = 0,
     **running: Any,
 ) -> LoraResult:
-    """Merge LoRAs into one that does what they do together: Σ wᵢ·ΔWᵢ.
+    """Merge LoRAs into one: what they do together (Σ wᵢ·ΔWᵢ), or weight by weight what suits them best.
 
     Args:
         *loras: files or PEFT folders of any format: path, or (path, strength, te_strength).
         out: `.safetensors` file, or a folder for PEFT.
-        method: `concat` (exact; `weighted_sum` is the same), `weighted_average`, or the id of another program's merge.
-        rank: cut every module to this rank; `auto`: to the smallest with an error of at most `max_error`; None: the
-            added ranks, nothing is cut.
-        max_rank: no module gets more.
-        max_error: relative error that `auto` allows, 0.05 by default.
+        method: `concat` (exact; `weighted_sum` is the same); `auto`: for each weight that several LoRAs change the one
+            of the following that its numbers call for; `weighted_average`, `slerp`, `consensus`, `ties`: that one for
+            all of them; or the id of another program's merge. A weight that one LoRA alone changes takes it as it is.
+        scope: `per_prefix`: a decision for each weight; `global`: one for the denoiser, one for the text encoders;
+            `additive`: sums.
+        profile: `v1.2`: all strategies; `no_slerp`: averages instead of SLERP and consensus; `classic`: sums, averages
+            and TIES.
+        rules: `ordered`, or `document` for the literal thresholds of the optimizer's documentation.
+        refinement: `enhanced`: entries that are one LoRA's alone stay as they are, the rest of the LoRAs is made
+            orthogonal; `maximum`: the same in a common basis, which is stored exactly; `standard`: neither.
+        sparsify: entries dropped by chance before: `dare`, `della`, and only where LoRAs conflict: `dare_conflict`,
+            `della_conflict`; random, by `seed`.
+        density: share of entries that TIES (default 0.5) or `sparsify` (0.7) keeps, 0 … 1; `auto`: measured.
+        dampening: of the rescaling after DARE, 0 … 1; 0, the default, keeps the mean.
+        smoothing: how far each weight's numbers are drawn to its block's before the decision, 0 … 1, default 0.25.
+        auto_strength: make no result larger than the largest input; by default of the sums of `auto` alone.
+        output_strength: factor of the whole result; `auto`: the largest one that is advised.
+        normalize: averages, SLERP, consensus and TIES give a mean, whatever factor all strengths share; False gives
+            them the strengths' size back: times Σw²/Σ|w|.
+        lossless: store what is no product of small factors as whole differences (`.diff`).
+        conflict_modes: one for each LoRA: `all`, `low_conflict` or `high_conflict` entries of it take part.
+        key_filters: one for each LoRA: `all`, `shared_only` or `unique_only` weights of it take part.
+        rank: cut every module to this rank; `auto`: to the smallest with an error of at most `max_error`; None: what is
+            exact is not cut, the rest as by `auto`.
+        max_rank: no module gets more; by default the added ranks.
+        max_error: relative error that a cut allows, 0.05 by default.
         base: the checkpoint, needed for adapters that are no sums (DoRA, OFT, (IA)³, GLoRA, full copies).
         lora_alpha: alpha of LoRAs that carry none.
         params: of another program's merge: density, clamp, frequency.
@@ -66,23 +116,60 @@ def merge_loras(
         MergeError: see `lib_merge.errors`; nothing is written in that case.
     """
     given, paths = named_loras(loras, lora_alpha)
-    wanted: dict[str, Value] = dict(params or {})
-    for name, value in (("rank", None if rank == "auto" else rank), ("max_rank", max_rank), ("max_error", max_error)):
-        if value is not None:
-            wanted[name] = float(value)
-    if rank == "auto":
-        wanted["auto"] = True
+    numbers = {
+        "rank": rank,
+        "max_rank": max_rank,
+        "max_error": max_error,
+        "density": density,
+        "dampening": dampening,
+        "smoothing": smoothing,
+        "output_strength": output_strength,
+    }
+    switches: dict[str, Value] = {} if auto_strength is None else {"auto_strength": auto_strength}
+    switches |= {} if normalize else {"normalize": False}
+    switches |= {"lossless": True} if lossless else {}
+    words = {"scope": scope, "profile": profile, "rules": rules, "refinement": refinement, "sparsify": sparsify}
     recipe = Recipe(
         task="lora_merge",
         method=method,
-        params=wanted,
+        params={**(params or {}), **_numbers(numbers), **switches},
         seed=seed,
         models={} if base is None else {"A": Slot(file=_name(base))},
-        loras=given,
+        loras=_with_masks(given, conflict_modes, key_filters),
+        optimizer=Optimizer(**{name: word(name, value) for name, value in words.items()}),  # type: ignore[arg-type]
         output=Output(save_dtype=save_dtype, metadata=text_metadata(metadata or {})),
     )
     located: dict[str, PathLike] = {**paths, **({} if base is None else {"A": base})}
-    return carry_out_recipe(recipe, located, Path(out), Running(**running))
+    return carry_out_recipe(validated(recipe), located, Path(out), Running(**running))
+
+
+# Number that may be found by itself -> the parameter that says so.
+_AUTOMATIC = {"rank": "auto", "density": "auto_density", "output_strength": "auto_output_strength"}
+
+
+def _numbers(given: Mapping[str, float | str | None]) -> dict[str, Value]:
+    """Parameters of a recipe; those that were not given are left out."""
+    found: dict[str, Value] = {}
+    for name, value in given.items():
+        if value == "auto" and name in _AUTOMATIC:
+            found[_AUTOMATIC[name]] = True
+        elif value is not None:
+            found[name] = float(value)
+    return found
+
+
+def _with_masks(
+    loras: Sequence[Lora], conflict_modes: Sequence[ConflictMode], key_filters: Sequence[KeyFilter]
+) -> tuple[Lora, ...]:
+    """The LoRAs with what takes part of each."""
+    found = list(loras)
+    for name, values in (("conflict_mode", conflict_modes), ("key_filter", key_filters)):
+        if values and len(values) != len(loras):
+            raise RecipeError(f"{len(values)} values of {name} for {len(loras)} LoRAs", hint="give one for each")
+        found = [
+            replace(lora, **{name: value}) for lora, value in zip(found, values or ["all"] * len(found), strict=True)
+        ]
+    return tuple(found)
 
 
 def extract_lora(

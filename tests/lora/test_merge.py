@@ -77,8 +77,9 @@ def test_weighted_average(two, tmp_path):
     merge_loras((two[0], 3.0), (two[1], 1.0), out=tmp_path / "out.safetensors", method="weighted_average")
     one, other, got = (deltas(path) for path in (*two, tmp_path / "out.safetensors"))
     assert all(relative(got[stem], 0.75 * one[stem] + 0.25 * other[stem]) <= 1e-6 for stem in got)
-    with pytest.raises(MergeError, match="add up to 0"):
-        merge_loras((two[0], 1.0), (two[1], -1.0), out=tmp_path / "no.safetensors", method="weighted_average")
+    merge_loras((two[0], 1.0), (two[1], -1.0), out=tmp_path / "signed.safetensors", method="weighted_average")
+    got = deltas(tmp_path / "signed.safetensors")
+    assert all(relative(got[stem], (one[stem] - other[stem]) / 2) <= 1e-6 for stem in got)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])

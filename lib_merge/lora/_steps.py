@@ -1,0 +1,146 @@
+"""The steps that look at single entries: masks, split, orthogonalisation, dropping, and the strategy itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..choose import Choice
+from ..kernels import combinations, sparsify
+from ..kernels.consensus import consensus
+from ..kernels.random import draws, stream_key
+from ..kernels.selfish import tall_split
+from ..kernels.votes import columnwise, conflict_mask, conflict_mode_masks, ties, trim
+from ..recipe import ConflictMode
+from ._settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the LoRAs of one weight are put together.
+
+    Attributes:
+        choice: the strategy.
+        settings: what was asked for.
+        name: of the weight, on which draws depend.
+        numbers: of the LoRAs.
+        modes: which entries of each take part.
+        cosine: mean over pairs.
+        density: share of entries kept.
+        in_basis: entries are coordinates in a common basis, whose rows are no neurons.
+    """
+
+    choice: Choice
+    settings: Settings
+    name: str
+    numbers: Sequence[int]
+    modes: Sequence[ConflictMode]
+    cosine: float
+    density: float
+    in_basis: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the steps made of several changes.
+
+    Attributes:
+        change: the result.
+        selfish_share: share of the positions where one LoRA's own entry was kept as it is; NaN without refinement.
+        note: what was left out, and why.
+    """
+
+    change: Tensor
+    selfish_share: float = math.nan
+    note: str = ""
+
+
+def put_together(deltas: Sequence[Tensor], strengths: Sequence[float], way: Way) -> Outcome:
+    """Carry out the steps: conflict modes, split, orthogonalisation, dropping or trim, strategy, what was split off.
+
+    Args:
+        deltas: two or more, of one shape and dtype, without their strengths; not overwritten.
+        strengths: of each, signed, none 0.
+        way: which steps.
+
+    Returns:
+        A result of the deltas' shape, at the strengths given.
+    """
+    gs, ws = combinations.oriented(deltas, strengths)
+    masks = conflict_mode_masks(gs, ws, way.modes)
+    gs = [g if mask is None else g * mask for g, mask in zip(gs, masks, strict=True)]
+    selfish, share = None, math.nan
+    if way.settings.refined:
+        selfish, gs, share = tall_split(gs, ws)
+        if way.choice.strategy != "consensus":
+            gs = _orthogonal(gs, ws)
+    gs, note = _sparsified(gs, way) if way.settings.sparsified else (gs, "")
+    result = _STRATEGIES[way.choice.strategy](gs, ws, way)
+    return Outcome(result if selfish is None else result + selfish, share, note)
+
+
+def _orthogonal(gs: Sequence[Tensor], ws: Sequence[float]) -> list[Tensor]:
+    rows = combinations.orthogonalize_scalars(combinations.gram(gs), ws)
+    return [combinations.combined(gs, row) for row in rows]
+
+
+def _sparsified(gs: Sequence[Tensor], way: Way) -> tuple[list[Tensor], str]:
+    kind, _, in_conflict = way.settings.words.sparsify.partition("_")
+    drawn = [_draws(g, number, way) for g, number in zip(gs, way.numbers, strict=True)]
+    if not in_conflict:
+        return [_dropped(kind, g, draw, way) for g, draw in zip(gs, drawn, strict=True)], ""
+    made = sparsify.conflict_aware(
+        kind,  # type: ignore[arg-type]
+        gs, conflict_mask(gs), way.cosine, way.density, drawn, way.settings.dampening,
+    )  # fmt: skip
+    note = f"nothing dropped: a conflict of {made.share:.0%} of all entries is no more than chance"
+    return made.tensors, note if made.skipped else ""
+
+
+def _dropped(kind: str, g: Tensor, draw: Tensor, way: Way) -> Tensor:
+    if kind == "dare":
+        return sparsify.dare(g, way.density, draw, way.settings.dampening)
+    return sparsify.della(g, way.density, draw)
+
+
+def _draws(g: Tensor, number: int, way: Way) -> Tensor:
+    """Draws of the weight, the LoRA and the seed alone; the first LoRA's stream has no number."""
+    more = () if number == 1 else (str(number),)
+    return draws(stream_key(way.settings.seed, way.name, *more), 0, g.numel())
+
+
+def _sum(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> Tensor:
+    return combinations.combined(gs, combinations.weighted_sum_scalars(ws))
+
+
+def _average(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> Tensor:
+    return combinations.combined(gs, combinations.weighted_average_scalars(ws))
+
+
+def _slerp(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> Tensor:
+    return combinations.combined(gs, combinations.slerp_scalars(combinations.gram(gs), ws))
+
+
+def _consensus(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> Tensor:
+    return consensus(gs, ws, cleanup=True, recalibrate=True)
+
+
+def _ties(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> Tensor:
+    density = 1.0 if way.settings.sparsified else way.density
+    if way.settings.refined and not way.in_basis:
+        return columnwise([trim(g, density) for g in gs], ws, way.choice.vote)
+    return ties(gs, ws, density, way.choice.vote)
+
+
+_STRATEGIES: dict[str, Callable[[Sequence[Tensor], Sequence[float], Way], Tensor]] = {
+    "weighted_sum": _sum,
+    "weighted_average": _average,
+    "slerp": _slerp,
+    "consensus": _consensus,
+    "ties": _ties,
+}
