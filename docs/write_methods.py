@@ -7,6 +7,7 @@ from pathlib import Path
 from lib_merge.kernels.registry import Method, all_methods
 
 ROOT = Path(__file__).resolve().parent.parent
+_MORE = ": any number, each but A with a strength of its own, `FILE@W`"
 START, END = "<!-- methods -->", "<!-- /methods -->"
 
 
@@ -17,9 +18,7 @@ def readme(text: str) -> str:
     lines = ["| method | models | parameters (default) | formula |", "|---|---|---|---|"]
     for item in all_methods().values():
         params = ", ".join(f"{param.name} {param.shown_default}" for param in item.params)
-        lines.append(
-            f"| [`{item.id}`](docs/modes/{item.id}.md) | {' '.join(item.inputs)} | {params} | {_cell(item.formula)} |"
-        )
+        lines.append(f"| [`{item.id}`](docs/modes/{item.id}.md) | {item.models} | {params} | {_cell(item.formula)} |")
     return f"{before}{START}\n" + "\n".join(lines) + f"\n{END}{after}"
 
 
@@ -36,7 +35,7 @@ def methods_page() -> str:
 def _section(item: Method) -> str:
     lines = [f"## {item.id}", "", f"**{item.label}.** {item.summary}", "", f"- Formula: {item.formula}"]
     lines += [
-        f"- Models: {', '.join(item.inputs)}",
+        f"- Models: {item.models.replace(' ', ', ')}{_MORE if item.more else ''}",
         f"- Strength: `{item.strength}`",
         f"- Exactly A when {item.exact_a}.",
     ]

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Literal, get_args
 
 from .errors import RecipeError
@@ -23,6 +24,7 @@ Refinement = Literal["standard", "enhanced", "maximum"]
 Sparsify = Literal["none", "dare", "della", "dare_conflict", "della_conflict"]
 Strategy = Literal["weighted_sum", "weighted_average", "slerp", "consensus", "ties"]
 Vote = Literal["frequency", "total"]
+Matrix = Sequence[Sequence[float]]
 
 # What newer versions of such tools call the same thing -> its name here.
 OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
@@ -72,6 +74,52 @@ class Numbers:
     ratio: float = 1.0
     overlap: float = math.nan
     norms: tuple[float, ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls, strengths: Sequence[float], gram: Matrix, opposed: Matrix, both: Matrix, overlap: Matrix | None = None
+    ) -> Numbers:
+        """From what was measured of changes without their strengths.
+
+        Args:
+            strengths: one for each change; none is 0.
+            gram: [N][N] inner products of the changes.
+            opposed: [N][N] positions where the signs of two differ.
+            both: [N][N] positions where both are not 0.
+            overlap: [N][N] shared part of the spaces, 0 … 1; None where it is not known.
+        """
+        norms = [math.sqrt(max(gram[k][k], 0.0)) for k in range(len(strengths))]
+        pairs = list(combinations(range(len(strengths)), 2))
+        if not pairs:
+            return cls(len(strengths), norms=tuple(norms))
+        cosines, opposing, there = [], 0.0, 0.0
+        for one, two in pairs:
+            same = strengths[one] * strengths[two] > 0
+            cosine = cosine_of(gram[one][two], norms[one], norms[two])
+            cosines.append(cosine if same else -cosine)
+            opposing += opposed[one][two] if same else both[one][two] - opposed[one][two]
+            there += both[one][two]
+        sizes = [abs(s) * norm for s, norm in zip(strengths, norms, strict=True) if norm > 0]
+        return cls(
+            n=len(strengths),
+            cos=sum(cosines) / len(pairs),
+            conflict=opposing / there if there else 0.0,
+            expected=sum(map(expected_conflict, cosines)) / len(pairs),
+            ratio=max(sizes) / min(sizes) if sizes else 1.0,
+            overlap=math.nan if overlap is None else sum(overlap[one][two] for one, two in pairs) / len(pairs),
+            norms=tuple(norms),
+        )
+
+
+def cosine_of(product: float, norm: float, other: float) -> float:
+    """Cosine from an inner product and two norms; 0 where one is 0."""
+    size = norm * other
+    return max(-1.0, min(1.0, product / size)) if size else 0.0
+
+
+def expected_conflict(cosine: float) -> float:
+    """Share of positions where two normally distributed changes of this cosine differ in sign: arccos(cosine)/π."""
+    return math.acos(max(-1.0, min(1.0, cosine))) / math.pi
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ from .plan import base_slot, make_plan
 from .recipe import Component, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value
 
 SLOTS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# A model with its strength: of methods that take any number of models.
+ModelLike = PathLike | tuple[PathLike, float]
 
 
 def merge(
     a: PathLike,
-    b: PathLike,
-    *more: PathLike,
+    b: ModelLike,
+    *more: ModelLike,
     out: PathLike,
     method: str = "weighted_sum",
     params: Mapping[str, Value] | None = None,
@@ -55,8 +57,8 @@ def merge(
 
     Args:
         a: file or folder; the base that the output follows.
-        b: file or folder.
-        *more: C, D … where the method takes them.
+        b: file or folder; or (path, strength) where the method takes any number of models.
+        *more: C, D … where the method takes them, as `b`.
         out: file to write (`.safetensors`), or folder when A is one.
         method: id, see `lib-merge methods`.
         params: the method's parameters.
@@ -88,14 +90,16 @@ def merge(
     given = {**(params or {}), **{name: value for name, value in short.items() if value is not None}}
     if len(more) > len(SLOTS) - 2:
         raise RecipeError(f"{len(more) + 2} models are more than the {len(SLOTS)} that a recipe has room for")
-    paths = dict(zip(SLOTS, (a, b, *more), strict=False))
+    given_models = dict(zip(SLOTS, (a, b, *more), strict=False))
+    models: dict[str, Slot | None] = {slot: _model(model) for slot, model in given_models.items()}
+    paths = {slot: model[0] if isinstance(model, tuple) else model for slot, model in given_models.items()}
     baked, lora_paths = named_loras(loras, lora_alpha)
     recipe = Recipe(
         task="merge",
         method=method,
         params=given,
         seed=seed,
-        models={slot: Slot(file=_name(path)) for slot, path in paths.items()},
+        models=models,
         blocks=named_blocks(blocks, method),
         rules=tuple(Rule(match=match, params=dict(values)) for match, values in rules),
         exclude=_patterns(exclude),
@@ -159,6 +163,12 @@ def bake(
         output=Output(save_dtype=save_dtype, override_dtype=override_dtype, metadata=text_metadata(metadata or {})),
     )
     return _run(recipe, out=out, files={"A": checkpoint} | paths, **running)
+
+
+def _model(given: ModelLike) -> Slot:
+    """A model's slot of the recipe."""
+    path, strength = given if isinstance(given, tuple) else (given, None)
+    return Slot(file=_name(path), strength=strength)
 
 
 def _name(path: PathLike) -> str:

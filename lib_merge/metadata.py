@@ -110,8 +110,9 @@ def _with_parents(recipe: Recipe, sources: Mapping[str, Source], path: str) -> R
         if slot is None:
             return None
         if slot.recipe is not None:
-            return Slot(recipe=_with_parents(slot.recipe, sources, f"{path}{name}."))
-        return Slot(file=slot.file, sha256=slot.sha256, made_by=_made_by(sources[path + name]))
+            inner = _with_parents(slot.recipe, sources, f"{path}{name}.")
+            return msgspec.structs.replace(slot, recipe=inner)
+        return msgspec.structs.replace(slot, made_by=_made_by(sources[path + name]))
 
     models = {name: told(name, slot) for name, slot in recipe.models.items()}
     loras = tuple(

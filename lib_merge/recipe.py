@@ -38,12 +38,14 @@ class Slot(_Data, frozen=True, omit_defaults=True):
         sha256: of the file, once known (a folder's: see `files.hashes.combined`).
         recipe: the recipe whose result this model is.
         made_by: how the file was made, as it says itself; told along, not carried out.
+        strength: multiplier of what the model changes, 1 where it is None; of methods that take any number of models.
     """
 
     file: str | None = None
     sha256: str | None = None
     recipe: Recipe | None = None
     made_by: Recipe | None = None
+    strength: float | None = None
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.recipe is None):
@@ -219,7 +221,8 @@ def json_schema() -> dict[str, Any]:
 def files(recipe: Recipe, path: str = "") -> Iterator[tuple[str, Slot]]:
     """Yield (slot path, slot) of every input file, nested ones too: `A`, `B`, `B.C`, `vae`, `lora1`."""
     loras = [(name, Slot(file=lora.file, sha256=lora.sha256)) for name, lora in lora_slots(recipe)]
-    for name, slot in sorted([*recipe.models.items(), ("vae", recipe.vae)]) + loras:
+    own = sorted([*recipe.models.items(), ("vae", recipe.vae)], key=lambda item: item[0])
+    for name, slot in own + loras:
         if slot is not None and slot.recipe is not None:
             yield from files(slot.recipe, f"{path}{name}.")
         elif slot is not None:
@@ -247,8 +250,9 @@ def with_hashes(recipe: Recipe, hashes: Mapping[str, str], path: str = "") -> Re
         if slot is None:
             return None
         if slot.recipe is not None:
-            return Slot(recipe=with_hashes(slot.recipe, hashes, f"{path}{name}."))
-        return Slot(file=slot.file, sha256=hashes.get(path + name, slot.sha256), made_by=slot.made_by)
+            inner = with_hashes(slot.recipe, hashes, f"{path}{name}.")
+            return msgspec.structs.replace(slot, recipe=inner)
+        return msgspec.structs.replace(slot, sha256=hashes.get(path + name, slot.sha256))
 
     models = {name: filled(name, slot) for name, slot in recipe.models.items()}
     loras = tuple(

@@ -63,7 +63,7 @@ def resolve(recipe: Recipe, sources: Mapping[str, Source], path: str = "") -> Re
         if slot is not None and slot.recipe is not None:
             inner = _inner(slot.recipe, sources, path, name)
             models[name] = {step.key: step.node for step in inner.steps}
-            slots[name] = Slot(recipe=inner.recipe)
+            slots[name] = msgspec.structs.replace(slot, recipe=inner.recipe)
             problems += inner.problems
             unused += inner.unused
             discarded += inner.discarded if name == "A" else ()
@@ -127,7 +127,7 @@ class _Resolver:
         self.coded = {name: tensors.coded for name, tensors in self.tensors.items()}
         self.models = {name: base if name == "A" else tensors.without_sides for name, tensors in self.tensors.items()}
         self.method: Method | None = method(recipe.method) if recipe.method else None
-        self.donors = [name for name in self.models if name != "A"]
+        self.donors = sorted(name for name in self.models if name != "A")
         self.find = {name: finder(base, self.models[name], PREFIXES) for name in self.donors}
         self.exclude = Patterns(recipe.exclude, recipe.glob)
         self.discard = Patterns(recipe.discard, recipe.glob)
@@ -273,7 +273,10 @@ class _Resolver:
         params, reason = self.settings.of(key)
         if caution := self.method.caution(params):
             self.cautions.setdefault(caution, []).append(key)
-        contributing = [node.dtype for node in inputs] if params[self.method.strength] != 0 else [inputs[0].dtype]
+        strengths = self._strengths() if self.method.more else ()
+        shares = [1.0, *strengths] if self.method.more else [1.0] * len(inputs)
+        acting = zip(inputs[1:], shares[1:], strict=True) if params[self.method.strength] != 0 else ()
+        contributing = [inputs[0].dtype, *(node.dtype for node, share in acting if share)]
         wider = shared.wider if shared else None
         dtype = stored_dtype([*contributing, *([wider.dtype] if wider else [])], self.recipe.output)
         more = (self.path.rstrip("."),) if self.path else ()
@@ -288,12 +291,18 @@ class _Resolver:
             whole=self.method.needs_whole(params),
             rows=self.method.rows,
             measured=bool(self.method.needed_measures(params)),
+            strengths=strengths,
         )
         if shared:
             reason = ", ".join(filter(None, [reason, shared.reason]))
             self.found.append(Problem("note", f"{key}: {shared.reason}", tensor=key))
         joined = Joined(node, wider, dtype) if wider else node
         return Step(key, dtype, joined.shape, "merged", joined, reason)
+
+    def _strengths(self) -> tuple[float, ...]:
+        """Of every model but A."""
+        given = [slot.strength if slot is not None else None for slot in map(self.recipe.models.get, self.donors)]
+        return tuple(1.0 if strength is None else strength for strength in given)
 
     def unused(self) -> list[tuple[str, str]]:
         """(slot path, key) of the other files' tensors that have no counterpart in A."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from string import ascii_uppercase
 
 import msgspec
 
@@ -48,7 +49,8 @@ def checked(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
     if recipe.method is None:
         raise RecipeError("the recipe names no method", hint="lib-merge methods lists them")
     chosen = method(recipe.method)
-    _check_slots(recipe, chosen.id, chosen.inputs)
+    _check_slots(recipe, chosen.id, chosen.inputs, more=chosen.more)
+    _check_model_strengths(recipe, chosen)
     moved = _moved(chosen, recipe.params, "")
     for rule in recipe.rules:
         moved += _moved(chosen, rule.params, f" (rule {rule.match})")
@@ -76,10 +78,29 @@ def _check_strengths(recipe: Recipe) -> None:
                 raise RecipeError(f"{name} of {lora.file} is no finite number: {value}")
 
 
-def _check_slots(recipe: Recipe, what: str, wanted: tuple[str, ...]) -> None:
+def _check_model_strengths(recipe: Recipe, chosen: Method) -> None:
+    given = {name: slot.strength for name, slot in recipe.models.items() if slot and slot.strength is not None}
+    for name, strength in given.items():
+        if not chosen.more:
+            raise RecipeError(f"{chosen.id} takes no strength for each model", hint=f"set {chosen.strength} instead")
+        if name == "A":
+            raise RecipeError("model A is the base and takes no strength", hint="give strengths to the others")
+        if not math.isfinite(strength):
+            raise RecipeError(f"strength of model {name} is no finite number: {strength}")
+    if chosen.more and not any(given.get(name) != 0 for name in recipe.models if name != "A"):
+        raise RecipeError("every model but A has strength 0", hint="give one of them another")
+
+
+def _check_slots(recipe: Recipe, what: str, wanted: tuple[str, ...], *, more: bool = False) -> None:
     for slot in wanted:
         if recipe.models.get(slot) is None:
             raise RecipeError(f"{what} needs model {slot}", hint=f"it works on {', '.join(wanted)}")
+    if more:
+        if missing := next((slot for slot, model in recipe.models.items() if model is None), None):
+            raise RecipeError(f"{what} needs model {missing}", hint="leave the slot out, or name a file for it")
+        if strange := next((slot for slot in recipe.models if slot not in ascii_uppercase), None):
+            raise RecipeError(f"there is no model {strange!r}", hint="models are called A, B, C … Z")
+        return
     for slot in recipe.models:
         if slot not in wanted:
             raise RecipeError(f"{what} does not use model {slot}", hint=f"it works on {', '.join(wanted)}")

@@ -130,6 +130,7 @@ class Merged:
         whole: it needs whole tensors in their shape.
         rows: it may be cut between rows of the matrix [first dimension, rest] only.
         measured: it needs measures of the whole tensor before it can touch an element.
+        strengths: of every operand but the first, where the method takes them.
     """
 
     method: str
@@ -141,6 +142,7 @@ class Merged:
     whole: bool = False
     rows: bool = False
     measured: bool = False
+    strengths: tuple[float, ...] = ()
 
     @property
     def columns(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .families import Detected, block_of, component_of, detect
 from .kernels.measure import BLOCK, change_sums, compare_sums, dot, row_block
+from .kernels.registry import Columns, method
 from .plan import Plan
 from .steps import Baked, Channels, Counting, FreshScale, Merged, Node, Scaled, Step, Stored, Zeros
 
@@ -32,14 +33,17 @@ class Watcher:
         self._sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._largest: dict[str, float] = defaultdict(float)
         self._before: dict[tuple[str, int], Tensor] = {}
+        self._told: dict[str, Columns] = {}
         self._lock = threading.Lock()
 
     def before(self, step: Step, low: int, operands: list[Tensor]) -> None:
         """Measure the operands and keep A's tile, which the method may overwrite."""
         for tensors in _blocks(step, *operands[:3]):
             self._add(step.key, compare_sums(*tensors) if len(tensors) > 1 else {"aa": dot(*tensors, *tensors)})
+        told = _explained(step, operands)
         with self._lock:
             self._before[step.key, low] = operands[0].clone()
+            self._told |= {step.key: told} if told else {}
 
     def after(self, step: Step, low: int, result: Tensor) -> None:
         """Measure the result against A."""
@@ -60,10 +64,14 @@ class Watcher:
     def rows(self) -> Rows:
         """One row per output tensor, in order; numbers that do not apply are NaN."""
         found = detect({step.key: (step.dtype, step.shape) for step in self._plan.steps})
+        chosen = self._plan.recipe.method
+        explaining = chosen is not None and method(chosen).explain is not None
         rows = []
         for step in self._plan.steps:
             total = {name: math.fsum(values) for name, values in self._sums.get(step.key, {}).items()}
             row = _row(step, found, total, self._largest.get(step.key, math.nan))
+            if explaining:
+                row |= _told_columns(row, self._told.get(step.key, {}))
             if self._plan.recipe.loras:
                 row |= _lora_columns(step.node, row["max_change"])
             another = isinstance(step.node, (Stored, Counting)) and step.action == "copied"  # file's, or repaired
@@ -117,6 +125,23 @@ def _row(step: Step, found: Detected, total: dict[str, float], largest: float) -
     row["sign_conflict"] = _ratio(total.get("conflicts", math.nan), total.get("both", math.nan))
     row |= {"reason": step.reason, "note": ""}
     return row
+
+
+def _explained(step: Step, operands: list[Tensor]) -> Columns:
+    """What the step's method tells of its decision about the tensor."""
+    node = step.merge
+    explain = method(node.method).explain if node is not None else None
+    if node is None or explain is None:
+        return {}
+    shaped = [operand.reshape(node.shape) for operand in operands]
+    return explain(*shaped, **node.params, **({"strengths": node.strengths} if node.strengths else {}))
+
+
+def _told_columns(row: Mapping[str, Any], told: Columns) -> dict[str, Any]:
+    """The columns of a method that chooses; its reason stands behind the one that the parameters have."""
+    blank = {"strategy": "", **dict.fromkeys(("n", "conflict_expected", "ratio", "density"), math.nan)}
+    reasons = [str(reason) for reason in (row["reason"], told.get("reason", "")) if reason]
+    return {**blank, **told, "reason": ", ".join(reasons)}
 
 
 def _lora_columns(node: Node, max_change: float) -> dict[str, Any]:

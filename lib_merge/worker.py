@@ -182,7 +182,7 @@ class Worker:
             return lambda operands, low: chosen.function(
                 *_shaped(node, operands), **self._settings(chosen, node, operands, low, measures)
             ).reshape(-1)
-        if chosen.random:
+        if chosen.random or chosen.more:
             return lambda operands, low: chosen.function(
                 *operands, **self._settings(chosen, node, operands, low, measures)
             )
@@ -339,6 +339,8 @@ class Worker:
     ) -> dict[str, Any]:
         """What the method takes by name: parameters, draws, measures."""
         settings: dict[str, Any] = dict(node.params)
+        if chosen.more:
+            settings["strengths"] = node.strengths
         if chosen.random:
             drawn = drawn and chosen.needs_draws(node.params)
             settings["draws"] = self._draws(chosen, node, operands[0].numel(), low) if drawn else None

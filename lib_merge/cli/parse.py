@@ -21,12 +21,17 @@ _LORA = re.compile(
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*([^\s,]+)")
 
 
-def model_argument(text: str, method_id: str) -> str:
-    """A model argument without its `@W`; these methods take no weight for each model."""
-    rest = text
+def model_argument(text: str, method_id: str) -> str | tuple[str, float]:
+    """A model argument: a path, or path and strength of `PATH@W` where the method takes one for each model."""
+    rest, numbers = text, []
     for _ in range(2):  # W and TE_W
         if not os.path.exists(rest) and (match := _NUMBER.match(rest)):
             rest = match["rest"]
+            numbers.append(float(match["number"]))
+    if len(numbers) == 1 and method(method_id).more:
+        return rest, numbers[0]
+    if len(numbers) == 2 and method(method_id).more:
+        raise RecipeError(f"a checkpoint takes one strength, not two ({text})", hint=f"write {rest}@{numbers[1]:g}")
     if rest != text:
         raise RecipeError(
             f"{method_id} takes no weight for each model ({text})",

@@ -110,7 +110,7 @@ def methods_table(methods: Sequence[Method]) -> str:
     lines = []
     for item in methods:
         params = ", ".join(f"{param.name}={param.shown_default}" for param in item.params)
-        lines.append(f"{item.id} ({params})  models {' '.join(item.inputs)}")
+        lines.append(f"{item.id} ({params})  models {item.models}")
         lines += textwrap.wrap(item.formula, 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([*lines, "", "lib-merge methods ID shows one in full."])
 
@@ -122,6 +122,7 @@ def method_dict(item: Method) -> dict[str, Any]:
         "id": item.id,
         "label": item.label,
         "inputs": list(item.inputs),
+        "more": item.more,
         "formula": item.formula,
         "summary": item.summary,
         "strength": item.strength,
@@ -136,7 +137,7 @@ def method_dict(item: Method) -> dict[str, Any]:
 def method_text(item: Method) -> str:
     """A method in full."""
     lines = [f"{item.label} ({item.id})", item.summary, "", f"formula: {item.formula}"]
-    lines += [f"models: {', '.join(item.inputs)}", f"exactly A when {item.exact_a}"]
+    lines += [f"models: {item.models}", f"exactly A when {item.exact_a}"]
     if item.exact_b:
         lines.append(f"exactly B when {item.exact_b}")
     lines += [f"strength: {item.strength} (what a bare block number sets; 0 gives A)", "parameters:"]

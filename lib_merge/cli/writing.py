@@ -35,7 +35,7 @@ from .text import describe_plan, describe_result, plan_dict, report_header
 
 
 @click.command("merge")
-@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]")
+@click.argument("models", nargs=-1, required=True, metavar="A B[@W] [C[@W] ...]")
 @click.option("--method", "method_id", default="weighted_sum", show_default=True, help="See `lib-merge methods`.")
 @click.option("-p", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
 @click.option("--alpha", type=float, help="Short for -p alpha=…")
@@ -89,15 +89,22 @@ def _merge(
     metadata: str | None,
     **options: Any,
 ) -> None:
-    """Merge checkpoints: A is the base, the output follows it."""
+    """Merge checkpoints: A is the base, the output follows it.
+
+    Methods that take any number of models (auto) take a strength for each but A: B@0.8 C@0.5
+    """
     paths = [model_argument(text, method_id) for text in models]
     short = {name: options.pop(name) for name in ("alpha", "beta", "gamma", "delta")}
     given = parameters(params, {name: value for name, value in short.items() if value is not None})
     if len(paths) < 2:
         raise RecipeError(f"{method_id} needs at least two models", hint="lib-merge merge A B -o OUT")
+    base, *others = paths
+    if isinstance(base, tuple):
+        raise RecipeError("model A is the base and takes no strength", hint=f"write {base[0]}")
     _finish(
         lambda how: merge(
-            *paths,
+            base,
+            *others,
             out=how.pop("out"),
             method=method_id,
             params=given,

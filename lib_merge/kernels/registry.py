@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["elementwise", "whole"]
+Columns = dict[str, float | str]
 Chance = Literal["", "element", "tensor"]
 Value = float | bool
 
@@ -108,6 +109,8 @@ class Method:
         id: name in recipes and on the command line.
         label: name for people.
         inputs: slots it needs, A first.
+        more: it takes models beyond these too, as many as there are, each but A with a strength of its own; the
+            function then takes `strengths`, one for each but A.
         strength: the parameter that a bare block number sets; its value 0 always gives A.
         params: all parameters.
         formula: for display; A, B, C are the models' tensors.
@@ -126,6 +129,8 @@ class Method:
         exact_a: when the result is A bit for bit, for display.
         exact_b: when it is B bit for bit, or empty.
         caution: parameters -> what a user should be told of them, or empty.
+        explain: takes what the function takes, leaves the tensors as they are, and returns what the report says of the
+            tensor: columns by name; None where there is nothing to say.
         function: takes the slots' tensors in order, then the parameters by name. The tensors are its own: it may
             overwrite them. All have one shape and dtype (float32, or float64 where an input is); so has the result.
     """
@@ -133,6 +138,7 @@ class Method:
     id: str
     label: str
     inputs: tuple[str, ...]
+    more: bool
     strength: str
     params: tuple[Param, ...]
     formula: str
@@ -147,7 +153,13 @@ class Method:
     exact_a: str
     exact_b: str
     caution: Callable[[Mapping[str, Value]], str]
+    explain: Callable[..., Columns] | None
     function: Callable[..., Tensor]
+
+    @property
+    def models(self) -> str:
+        """The slots for display: `A B`, `A B C …`."""
+        return " ".join([*self.inputs, *(["…"] if self.more else [])])
 
     @property
     def summary(self) -> str:
@@ -199,6 +211,7 @@ def merge_method(
     *,
     label: str,
     inputs: str,
+    more: bool = False,
     strength: str,
     params: tuple[Param, ...],
     formula: str,
@@ -213,6 +226,7 @@ def merge_method(
     exact_a: str,
     exact_b: str = "",
     caution: Callable[[Mapping[str, Value]], str] = lambda params: "",
+    explain: Callable[..., Columns] | None = None,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register the decorated function as a method; see `Method` for the arguments (`inputs` as letters: `AB`)."""
 
@@ -226,6 +240,7 @@ def merge_method(
             id,
             label,
             tuple(inputs),
+            more,
             strength,
             params,
             formula,
@@ -240,6 +255,7 @@ def merge_method(
             exact_a,
             exact_b,
             caution,
+            explain,
             function,
         )
         return function

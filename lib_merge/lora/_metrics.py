@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING
 
-from ..choose import Numbers
+from ..choose import Numbers, cosine_of
 from ..kernels.random import stream_key
 from ..kernels.relations import EXACT, Products, entries, positions, sign_counts
 from ..lazy import torch
@@ -53,40 +52,12 @@ class Relations:
 
     def cosine(self, one: int, two: int) -> float:
         """Of the changes as they are stored; 0 where one is zero."""
-        size = self.norms[one] * self.norms[two]
-        return max(-1.0, min(1.0, float(self.gram[one, two]) / size)) if size else 0.0
-
-    def oriented(self, one: int, two: int) -> tuple[float, float, float]:
-        """(cosine, positions of different signs, positions) with each change turned by its strength's sign."""
-        both, opposed = float(self.both[one, two]), float(self.opposed[one, two])
-        if self.strengths[one] * self.strengths[two] > 0:
-            return self.cosine(one, two), opposed, both
-        return -self.cosine(one, two), both - opposed, both
+        return cosine_of(float(self.gram[one, two]), self.norms[one], self.norms[two])
 
     def numbers(self) -> Numbers:
         """What a decision needs of the group."""
-        pairs = list(combinations(range(len(self.members)), 2))
-        norms = self.norms
-        if not pairs:
-            return Numbers(len(self.members), norms=tuple(norms))
-        seen = [self.oriented(one, two) for one, two in pairs]
-        both = sum(count for _, _, count in seen)
-        cosines = [cosine for cosine, _, _ in seen]
-        sizes = [abs(s) * norm for s, norm in zip(self.strengths, norms, strict=True) if norm > 0]
-        return Numbers(
-            n=len(self.members),
-            cos=sum(cosines) / len(pairs),
-            conflict=sum(opposed for _, opposed, _ in seen) / both if both else 0.0,
-            expected=sum(expected_conflict(cosine) for cosine in cosines) / len(pairs),
-            ratio=max(sizes) / min(sizes) if sizes else 1.0,
-            overlap=sum(float(self.overlap[one, two]) for one, two in pairs) / len(pairs),
-            norms=tuple(norms),
-        )
-
-
-def expected_conflict(cosine: float) -> float:
-    """Share of positions where two normally distributed changes of this cosine differ in sign: arccos(cosine)/π."""
-    return math.acos(max(-1.0, min(1.0, cosine))) / math.pi
+        matrices = [matrix.tolist() for matrix in (self.gram, self.opposed, self.both, self.overlap)]
+        return Numbers.of(self.strengths, *matrices)
 
 
 def name_of(group: Group) -> str:

@@ -152,6 +152,8 @@ def named(
 ) -> dict[str, object]:
     """What a method or a measure takes by name for a tile that starts at element `low`: parameters, draws, measures."""
     found: dict[str, object] = dict(values)
+    if method.more:
+        found["strengths"] = (1.0,) * (len(tensors) - 1)
     if method.random == "tensor":
         found["draws"] = draws(key, 0, 1)
     elif method.random:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lib_merge.choose import choose
+from lib_merge.choose import choose, expected_conflict
 from lib_merge.files.open import open_model
 from lib_merge.lora._groups import grouped
 from lib_merge.lora._inputs import open_inputs
 from lib_merge.lora._members import members_of
-from lib_merge.lora._metrics import expected_conflict, name_of, relate
+from lib_merge.lora._metrics import name_of, relate
 from lib_merge.recipe import Lora, Recipe
 from tests.data.oracles import optimizer_ref
 from tests.lora.files import CONV, LINEAR, TEXT, deltas, generator, make
