@@ -94,11 +94,11 @@ class Numbers:
             return cls(len(strengths), norms=tuple(norms))
         cosines, opposing, there = [], 0.0, 0.0
         for one, two in pairs:
-            same = strengths[one] * strengths[two] > 0
             cosine = cosine_of(gram[one][two], norms[one], norms[two])
-            cosines.append(cosine if same else -cosine)
-            opposing += opposed[one][two] if same else both[one][two] - opposed[one][two]
-            there += both[one][two]
+            same = strengths[one] * strengths[two] > 0
+            cosine, differing, counted = turned(same, cosine, opposed[one][two], both[one][two])
+            cosines.append(cosine)
+            opposing, there = opposing + differing, there + counted
         sizes = [abs(s) * norm for s, norm in zip(strengths, norms, strict=True) if norm > 0]
         return cls(
             n=len(strengths),
@@ -115,6 +115,18 @@ def cosine_of(product: float, norm: float, other: float) -> float:
     """Cosine from an inner product and two norms; 0 where one is 0."""
     size = norm * other
     return max(-1.0, min(1.0, product / size)) if size else 0.0
+
+
+def turned(same: bool, cosine: float, opposed: float, both: float) -> tuple[float, float, float]:
+    """(cosine, positions of different signs, positions) of two changes, each turned by its strength's sign.
+
+    Args:
+        same: both strengths have one sign.
+        cosine: of the changes as they are.
+        opposed: positions where their signs differ.
+        both: positions where both are not 0.
+    """
+    return (cosine, opposed, both) if same else (-cosine, both - opposed, both)
 
 
 def expected_conflict(cosine: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..choose import Numbers, cosine_of
+from ..choose import Numbers, cosine_of, turned
 from ..kernels.random import stream_key
 from ..kernels.relations import EXACT, Products, entries, positions, sign_counts
 from ..lazy import torch
@@ -53,6 +53,11 @@ class Relations:
     def cosine(self, one: int, two: int) -> float:
         """Of the changes as they are stored; 0 where one is zero."""
         return cosine_of(float(self.gram[one, two]), self.norms[one], self.norms[two])
+
+    def oriented(self, one: int, two: int) -> tuple[float, float, float]:
+        """(cosine, positions of different signs, positions) with each change turned by its strength's sign."""
+        same = self.strengths[one] * self.strengths[two] > 0
+        return turned(same, self.cosine(one, two), float(self.opposed[one, two]), float(self.both[one, two]))
 
     def numbers(self) -> Numbers:
         """What a decision needs of the group."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..choose import Numbers
-from ._metrics import Relations, expected_conflict
+from ..choose import Numbers, expected_conflict
+from ._metrics import Relations
 
 
 @dataclass

@@ -128,6 +128,8 @@ def _hidden(task: Task, recipe: Recipe) -> Iterator[str]:
     for name, slot in recipe.models.items():
         if slot is not None and (slot.recipe is not None or name not in fields):
             yield f"models.{name}"
+        if slot is not None and slot.strength is not None:
+            yield f"models.{name}.strength"
     if recipe.vae is not None and "vae" not in fields:
         yield "vae"
     if not task.methods:

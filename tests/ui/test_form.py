@@ -101,6 +101,7 @@ def test_what_the_form_cannot_show_is_refused(host):
     nested = recipes.Slot(recipe=lib_merge.Recipe())
     for recipe, said in [
         (lib_merge.Recipe(method="weighted_sum", models={"A": nested}), "models.A"),
+        (lib_merge.Recipe(method="auto", models={"B": recipes.Slot(file="b", strength=0.5)}), "models.B.strength"),
         (lib_merge.Recipe(output=recipes.Output(metadata={"x": "y"})), "metadata"),
         (lib_merge.Recipe(task="convert"), "convert"),
         (lib_merge.Recipe(method="karcher"), "karcher"),
