@@ -7,7 +7,7 @@ Squares of entries stand for their importance; Fisher merging takes gradients fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..lazy import torch
@@ -89,6 +89,32 @@ def spectral_cleanup(x: Tensor) -> Tensor:
     """
     if x.ndim < 2:
         return x
-    u, s, v = svd(x.flatten(1))
-    rank = max(1, math.ceil(effective_rank(s) - _NUDGE))
-    return (u[:, :rank] * s[:rank] @ v[:rank]).reshape(x.shape)
+    matrix = x.flatten(1)
+    upright = matrix.shape[0] > matrix.shape[1]
+    short = matrix.T if upright else matrix
+    vectors, s = _DIRECTIONS[x.element_size()](short)
+    kept = vectors[:, : max(1, math.ceil(effective_rank(s) - _NUDGE))]
+    cleaned = kept @ (kept.T @ short)
+    return (cleaned.T if upright else cleaned).reshape(x.shape)
+
+
+def _by_eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Left singular vectors and all singular values of M from M·Mᵀ in float64: rounding is at 1e-8 of the largest.
+
+    That is finer than float32 itself, and takes half the time of an SVD.
+    """
+    wide = matrix.double()
+    try:
+        values, vectors = torch.linalg.eigh(wide @ wide.T)
+    except RuntimeError:
+        return _by_svd(matrix)
+    return vectors.flip(1).to(matrix.dtype), values.flip(0).clamp(min=0).sqrt()
+
+
+def _by_svd(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    u, s, _ = svd(matrix)
+    return u, s
+
+
+# Bytes of an element -> singular vectors of the shorter side, and the values.
+_DIRECTIONS: dict[int, Callable[[Tensor], tuple[Tensor, Tensor]]] = {4: _by_eigenvalues, 8: _by_svd}
