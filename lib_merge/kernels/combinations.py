@@ -161,6 +161,16 @@ def orthogonalize_scalars(gram: Gram, strengths: Sequence[float], gain_cap: floa
     return rows
 
 
+def kept_shares(gram: Gram, rows: Sequence[Sequence[float]]) -> list[float]:
+    """‖new delta k‖ / ‖old delta k‖ of combinations, 0 of what was 0.
+
+    Args:
+        gram: inner products of the old deltas.
+        rows: [N][N], from `orthogonalize_scalars`.
+    """
+    return [_norm(gram, row) / math.sqrt(gram[k][k]) if gram[k][k] > 0 else 0.0 for k, row in enumerate(rows)]
+
+
 def _unit(count: int, k: int, size: float = 1.0) -> list[float]:
     return [size * (i == k) for i in range(count)]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..lazy import np, torch
 from .random import raw_draws
+from .svd import svd
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +80,7 @@ def _bases(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Of one change: [r, k] such that up·(first) and downᵀ·(second) are its first k singular vectors."""
     to_left, root_left = _roots(left)
     to_right, root_right = _roots(right)
-    u, s, v = torch.linalg.svd(root_left @ root_right.T, full_matrices=False)
+    u, s, v = svd(root_left @ root_right.T)
     kept = min(BASIS, int((s > 1e-9 * s[0]).sum())) if len(s) and float(s[0]) > 0 else 0
     return to_left @ u[:, :kept], to_right @ v[:kept].T
 

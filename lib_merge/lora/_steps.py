@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..choose import Choice
@@ -78,15 +78,25 @@ def put_together(deltas: Sequence[Tensor], strengths: Sequence[float], way: Way)
     if way.settings.refined:
         selfish, gs, share = tall_split(gs, ws)
         if way.choice.strategy != "consensus":
-            gs = _orthogonal(gs, ws)
+            gs, ws, way = _orthogonal(gs, ws, way)
     gs, note = _sparsified(gs, way) if way.settings.sparsified else (gs, "")
     result = _STRATEGIES[way.choice.strategy](gs, ws, way)
     return Outcome(result if selfish is None else result + selfish, share, note)
 
 
-def _orthogonal(gs: Sequence[Tensor], ws: Sequence[float]) -> list[Tensor]:
-    rows = combinations.orthogonalize_scalars(combinations.gram(gs), ws)
-    return [combinations.combined(gs, row) for row in rows]
+def _orthogonal(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> tuple[list[Tensor], list[float], Way]:
+    """The LoRAs made orthogonal; those of which nothing is left fall out.
+
+    What shrank because others make it up already counts for less in a mean: near duplicates must not halve it.
+    """
+    gram = combinations.gram(gs)
+    rows = combinations.orthogonalize_scalars(gram, ws)
+    shares = combinations.kept_shares(gram, rows)
+    left = [k for k, share in enumerate(shares) if share] or [0]
+    sums = way.choice.strategy == "weighted_sum"
+    weights = [ws[k] if sums else ws[k] * (shares[k] or 1.0) for k in left]
+    made = [combinations.combined(gs, rows[k]) for k in left]
+    return made, weights, replace(way, numbers=[way.numbers[k] for k in left])
 
 
 def _sparsified(gs: Sequence[Tensor], way: Way) -> tuple[list[Tensor], str]:

@@ -140,6 +140,7 @@ def test_of_a_near_duplicate_no_more_than_twice_what_is_its_own_is_left(away):
     deltas = [turned(0), turned(away)]
     rows = kernel.orthogonalize_scalars(kernel.gram(deltas), [1, 1])
     left = float(kernel.combined(deltas, rows[1]).norm())
+    assert kernel.kept_shares(kernel.gram(deltas), rows) == pytest.approx([1, left], abs=1e-9)
     assert left <= 2 * math.sin(away) * (1 + 1e-6)
     assert left >= 2 * math.sin(away) - 3e-6
 
@@ -151,6 +152,10 @@ def test_duplicates_zeros_and_what_others_make_up_come_to_nothing():
     norms = [float(kernel.combined(deltas, row).norm()) for row in rows]
     assert sum(norm > 0 for norm in norms) == 2
     assert norms[3] == norms[4] == 0
+    shares = kernel.kept_shares(kernel.gram(deltas), rows)
+    assert shares == pytest.approx(
+        [norm / float(d.norm()) if norm else 0 for norm, d in zip(norms, deltas, strict=True)]
+    )
 
 
 # For any deltas.

@@ -172,6 +172,21 @@ def test_equal_loras_give_the_lora(tmp_path, method):
     assert all(float(got[s].norm() / d.norm()) == pytest.approx(1, abs=1e-4) for s, d in deltas(a).items())
 
 
+@pytest.mark.parametrize("refinement", ["enhanced", "maximum"])
+@pytest.mark.parametrize("method", ["weighted_average", "slerp", "ties"])
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_near_duplicates_are_not_halved_by_a_refinement(tmp_path, refinement, method, noise):
+    a = make(tmp_path / "a.safetensors", 4, 2.0, 1)
+    tensors = load_file(a)
+    mix = generator(9)
+    moved = {key: x * (1 + noise * torch.randn(x.shape, generator=mix)) if x.dim() else x for key, x in tensors.items()}
+    save_file(moved, tmp_path / "b.safetensors")
+    paths = [a, tmp_path / "b.safetensors"]
+    wishes = {"density": 1.0} if method == "ties" else {}
+    _, got = merged(paths, (1.0, 1.0), tmp_path, method=method, refinement=refinement, **wishes)
+    assert all(relative(got[stem], delta) <= 1e-5 + 20 * noise for stem, delta in deltas(a).items())
+
+
 def test_auto_strength_keeps_equal_loras_at_the_size_of_one(tmp_path):
     """By default of the sums that the optimizer makes; opposite strengths cancel and are not made smaller."""
     a = make(tmp_path / "a.safetensors", 4, 2.0, 1)
