@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contrast import measure
+from .contrast import COMPARED, measure
 from .differences import difference_row, summary, warnings
 from .errors import FileError, RecipeError
 from .events import CancelToken, OnProgress
@@ -23,7 +23,6 @@ from .pairs import Pair, matched
 from .patterns import Patterns
 from .plan import default_threads
 from .report_charts import sentence
-from .tiles import MEASURED
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def compare(
     include_mode: bool = False,
     glob: bool = False,
     threads: int | None = None,
-    tile: int = MEASURED,
+    tile: int = COMPARED,
     on_progress: OnProgress = lambda progress: None,
     cancel: CancelToken | None = None,
     cache: HashCache | None = None,

@@ -18,16 +18,17 @@ from .kernels.measure import BLOCK, all_finite, bits_finite, dot
 from .lazy import np, torch
 from .pairs import Pair, slots
 from .quant.fp8 import scaled
-from .tiles import MEASURED
 
 if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     from torch import Tensor
 
 
+# Elements compared at a time.
+COMPARED = 1 << 18
 _BEAT_S = 0.1
 # Elements of all models together that a thread holds: where there are many models its tiles become smaller.
-_HELD = 4 * MEASURED
+_HELD = 4 * COMPARED
 
 
 @dataclass

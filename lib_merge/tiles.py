@@ -12,7 +12,7 @@ from .steps import Baked, Merged, Node, Step, Stored, leaves, walk
 TILE = 1 << 21
 # Elements computed at a time: few enough that all numbers at hand stay in a core's cache.
 PIECE = 1 << 16
-# Elements measured or compared at a time, and those read at a time of tensors that cannot be cut.
+# Elements measured at a time, and those read at a time of tensors that cannot be cut.
 MEASURED = 1 << 19
 # What all workers together keep in memory of measured tensors between their two passes; larger ones are read twice.
 KEEP_BYTES = 64 << 20
