@@ -20,6 +20,7 @@ from .files.dtypes import is_float
 from .files.header import load_json
 from .files.source import Source
 from .quant.coded import HINT as CODED_HINT
+from .quant.coded import coded_tensors
 from .recipe import Lora, Recipe, lora_slots
 from .steps import Baked, Change, Channels, Node, Step, sliced_roles
 from .wording import named
@@ -263,6 +264,10 @@ class _Matcher:
         if other and (lost or misfits):
             say(Problem("error", f"{lora.file} is for {meant.name}, the checkpoint is {other}", file,
                         hint="take a checkpoint of the family that the LoRA was trained on"))  # fmt: skip
+        elif misfits and (coded := coded_tensors({key: dtype for key, (dtype, _) in self.base.items()})):
+            storage = next(iter(coded.values()))
+            what = f"the checkpoint holds coded weights ({storage}), to which {lora.file} cannot be added"
+            say(Problem("error", what, tensor=next(iter(coded)), hint=CODED_HINT))
         elif misfits:
             what = f"{len(misfits)} modules of {lora.file} do not fit the checkpoint: {named(misfits)}"
             say(Problem("error", what, file, hint="the LoRA was trained on another model"))

@@ -59,7 +59,7 @@ def target_problems(
     if not folder and target.suffix != suffix:
         yield error(f"the output's name must end in {suffix}", f"write {target.name}{suffix}")
     if folder and target.suffix == OUTPUT_SUFFIX:
-        yield error("model A is a folder, so the output is a folder too", f"write {target.stem}")
+        yield error("the model is a folder, so the output is a folder too", f"write {target.stem}")
     if len(os.fsencode(target.name)) > _LONGEST_NAME_BYTES:
         yield error(f"the output's name is longer than {_LONGEST_NAME_BYTES} bytes", "choose a shorter name")
     for slot, path in inputs.items():

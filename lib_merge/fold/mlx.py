@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LEAVES = ("weight", "scales", "biases")
+_OTHER_DENSE = "name the dense checkpoint that the quantized one was made from"
 _OTHER = "quantize the dense model in affine mode: mlx_lm.convert -q"
 
 
@@ -102,7 +103,7 @@ def affine(module: str, tensors: Mapping[str, TensorInfo], shape: Sequence[int],
         raise refuse(f"has scales of {scales.dtype} and biases of {biases.dtype}: BF16, F16 or F32 was expected")
     if scales.shape != biases.shape or {info.shape[0] for info in (words, scales)} != {rows}:
         found = ", ".join(f"{leaf} {list(tensors[f'{module}.{leaf}'].shape)}" for leaf in _LEAVES)
-        raise refuse(f"has {found}, which does not fit the dense weight {list(shape)}")
+        raise refuse(f"has {found}, which does not fit the dense weight {list(shape)}", _OTHER_DENSE)
     bits, group = words.shape[1] * 32 / columns, columns / max(1, scales.shape[1])
     if bits not in BITS:
         raise refuse(f"has {bits:g}-bit codes: {', '.join(map(str, BITS))} bits can be folded", _OTHER)

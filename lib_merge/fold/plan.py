@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 DENSE_DTYPES = ("F32", "BF16", "F16")
 _FOLD_DENSE = "fold into the dense model instead: lib-merge bake"
+_SHOWN = 8  # modules that are told one by one: a wrong adapter has hundreds
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def make_fold_plan(dense: Path, adapter: Path, shipped: Path, lora_alpha: float 
     target = _opened(open_shipped, shipped, problems)
     if base is None or changes is None or target is None:
         raise PlanError(problems)
+    if (mistaken := _mistaken(base, target)) is not None:
+        raise PlanError([mistaken])
     modules: list[Module] = []
     by_target: dict[str, str] = {}
     for change in changes.changes:
@@ -138,7 +141,7 @@ def make_fold_plan(dense: Path, adapter: Path, shipped: Path, lora_alpha: float 
         except MergeError as error:
             problems.append(_problem(error, shipped))
     if problems:
-        raise PlanError(problems)
+        raise PlanError(_shortened(problems, shipped))
     modules.sort(key=lambda module: (base.tensors[module.dense].file, base.tensors[module.dense].offset))
     notes = (*base.notes, *target.notes, *changes.notes)
     return FoldPlan(base, changes, target, tuple(modules), notes)
@@ -151,6 +154,31 @@ def _opened(load: Callable[[Path], T], path: Path, problems: list[Problem]) -> T
     except MergeError as error:
         problems.append(_problem(error, path))
         return None
+
+
+def _mistaken(dense: Source, shipped: Shipped) -> Problem | None:
+    """What is wrong with a checkpoint as a whole: it would be told of every module otherwise."""
+    if shipped.gguf is not None or _coded(shipped.source):
+        return None
+    path = str(shipped.source.path)
+    if (coded := _coded(dense)) and not shipped.source.path.samefile(dense.path):
+        storage = next(iter(coded.values()))
+        what = f"it holds no coded weights, and the dense checkpoint does ({storage}): the two seem to be swapped"
+        return Problem("error", what, path, hint="lib-merge fold DENSE ADAPTER OUT --quantize SHIPPED")
+    return Problem("error", "the checkpoint to fold into holds no coded weights", path, hint=_FOLD_DENSE)
+
+
+def _coded(source: Source) -> dict[str, str]:
+    """Coded weights and their storage, by name."""
+    return coded_tensors({key: info.dtype for key, info in source.tensors.items()})
+
+
+def _shortened(problems: list[Problem], shipped: Path) -> list[Problem]:
+    """The first problems, and how many more there are."""
+    more = len(problems) - _SHOWN
+    if more <= 1:
+        return problems
+    return [*problems[:_SHOWN], Problem("error", f"{more} more modules of the adapter cannot be folded", str(shipped))]
 
 
 def _problem(error: MergeError, path: Path) -> Problem:
@@ -273,7 +301,7 @@ def _storage(module: str, shape: Sequence[int], shipped: Shipped) -> Storage:
     if (coded_fp8 := fp8.scaled_fp8(module, tensors, shape, shipped.source)) is not None:
         return coded_fp8
     weight = tensors[f"{module}.weight"]
-    coded = coded_tensors({key: info.dtype for key, info in tensors.items()})
+    coded = _coded(shipped.source)
     if f"{module}.weight" in coded:
         raise MergeError(
             f"the module {module} is stored as {coded[f'{module}.weight']}, which cannot be written",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..catalog import PathLike
-from ..errors import RecipeError
+from ..errors import MergeError, RecipeError
+from ..files.source import Source
+from .names import forms
 from .plan import Module, Shipped, find_module, open_dense, open_shipped
 from .rounding import AUTO, CHOICES, equal_groups
 from .work import Worker, read_leaves, tiles_of
@@ -67,7 +70,7 @@ def quantizer_check(dense: PathLike, shipped: PathLike, *modules: str, rounding:
         raise RecipeError(f"there is no rounding {rounding!r}", hint=f"choose one of: {', '.join(CHOICES)}")
     base, target = open_dense(Path(dense)), open_shipped(Path(shipped))
     try:
-        found = [(name, find_module(name.removesuffix(".weight"), base, target)) for name in modules]
+        found = [(name, _module(name.removesuffix(".weight"), base, target)) for name in modules]
         made = []
         for name, module in found:
             names: Sequence[str] = module.storage.roundings or ("",)
@@ -78,6 +81,17 @@ def quantizer_check(dense: PathLike, shipped: PathLike, *modules: str, rounding:
     finally:
         base.close()
         target.source.close()
+
+
+def _module(name: str, dense: Source, shipped: Shipped) -> Module:
+    """The module; names one that is spelled alike where there is none."""
+    try:
+        return find_module(name, dense, shipped)
+    except MergeError as error:
+        known = {key.removesuffix(".weight") for key in dense.tensors if key.endswith(".weight")}
+        close = [] if {*forms(name)} & known else difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else error.hint
+        raise MergeError(error.what, file=error.file, tensor=error.tensor, hint=hint) from error
 
 
 def _compare(name: str, module: Module, shipped: Shipped, hand: Worker, rounding: str) -> Reproduced:

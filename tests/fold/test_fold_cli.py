@@ -74,6 +74,8 @@ def test_the_quantizer_check_prints_a_line_for_each_module(pair, capsys):
     assert [line.split(" ")[0] for line in said] == [Q, DOWN]
     assert all("groups 100.0000 %" in line for line in said)
     assert main(["quantizer-check", str(pair.dense), str(pair.shipped), "nowhere", "--json"]) == 1
+    assert main(["quantizer-check", str(pair.dense), str(pair.shipped), Q.replace("q_proj", "q_porj")]) == 1
+    assert f"hint: did you mean {Q}?" in capsys.readouterr().err
 
 
 def test_a_report_has_a_row_for_each_module_and_the_columns_of_a_fold(pair, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -426,6 +427,32 @@ def test_tensors_that_overlap_are_refused(pair):
 def test_a_folder_without_an_adapter_is_refused(pair):
     (pair.root / "adapter").mkdir()
     assert "holds no adapter" in refused(pair).what
+
+
+def test_swapped_checkpoints_are_told_once(pair):
+    pair.adapter()
+    with pytest.raises(PlanError, match="seem to be swapped") as caught:
+        make_fold_plan(pair.shipped, pair.root / "adapter", pair.dense)
+    assert len(caught.value.problems) == 1
+    assert "DENSE ADAPTER OUT --quantize SHIPPED" in caught.value.hint
+
+
+def test_a_checkpoint_without_codes_is_nothing_to_fold_into(pair):
+    pair.adapter()
+    with pytest.raises(PlanError, match="holds no coded weights") as caught:
+        make_fold_plan(pair.dense, pair.root / "adapter", pair.dense)
+    assert len(caught.value.problems) == 1
+    assert caught.value.file == str(pair.dense)
+    assert "lib-merge bake" in caught.value.hint
+
+
+def test_of_very_many_modules_that_do_not_fit_the_first_are_told_and_the_rest_counted(pair):
+    adapter_of(pair, {key: each for number in range(30) for key, each in factors(f"other.{number}", 4, 4).items()})
+    with pytest.raises(PlanError) as caught:
+        plan(pair)
+    assert len(caught.value.problems) == 9
+    assert all(re.fullmatch(r"other\.\d+", problem.tensor) for problem in caught.value.problems[:-1])
+    assert "22 more modules" in caught.value.problems[-1].what
 
 
 def test_a_quantized_checkpoint_as_dense_one_is_refused(pair):
