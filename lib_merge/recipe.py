@@ -289,6 +289,7 @@ def _converted(document: object, where: object) -> Recipe:
         shown = f"{field}: {what}" if field else what.replace("Object contains", "it has an")
         raise RecipeError(f"the recipe is not valid: {shown}", file=where, hint=hint) from error
     _check_names(recipe, where)
+    _check_merged_loras(recipe, where)
     return recipe
 
 
@@ -355,6 +356,16 @@ def _check_names(recipe: Recipe, where: object) -> None:
             name.encode()
         except UnicodeEncodeError:
             raise RecipeError(f"the file name {name!r} is no valid text", file=where, hint="rename the file") from None
+
+
+def _check_merged_loras(recipe: Recipe, where: object) -> None:
+    """What belongs to LoRAs that are merged would go unheeded in other tasks."""
+    if recipe.task == "lora_merge":
+        return
+    parts = [lora.file for lora in recipe.loras if (lora.conflict_mode, lora.key_filter) != ("all", "all")]
+    if parts or recipe.optimizer != Optimizer():
+        what = f"conflict_mode and key_filter of {parts[0]}" if parts else "optimizer"
+        raise RecipeError(f"{what}: the task {recipe.task} has no such thing", file=where, hint="it is of lora_merge")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

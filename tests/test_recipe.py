@@ -286,3 +286,6 @@ def test_how_loras_are_put_together_is_said_in_words_that_are_checked():
     assert error.hint == "choose one of: per_prefix, global, additive"
     lora = {"file": "a.safetensors", "key_filter": "shared"}
     assert refused(document(task="lora_merge", loras=[lora])).hint == "choose one of: all, shared_only, unique_only"
+    merged_alone = {"task": "bake", "loras": [{"file": "a.safetensors", "key_filter": "shared_only"}]}
+    assert "the task bake has no such thing" in refused(document(**merged_alone)).what
+    assert "optimizer" in refused(document(task="merge", optimizer={"scope": "global"})).what

@@ -30,7 +30,7 @@ from ._pairs import pairs_of, strong_sizes
 from ._ranks import Ranks
 from ._settings import Settings
 from ._storing import stored
-from ._terms import kernel_of, product, whole_shape
+from ._terms import kernel_of, whole_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ class Optimization:
             module = combine(_strong(group, relations, self._output), self._ranks, kernel)
             return [replace(module, facts=self._facts(place, Blended(0.0)))]
         made, added = self._blended(place)
-        shape = whole_shape(group) if any(product(term) is None for term in group.terms) else ()
+        shape = () if added else whole_shape(group)
         facts = self._facts(place, made)
         module = stored(
             _scaled(made, self._output), group, kernel or kernel_of(group), shape, added, self._ranks,

@@ -10,9 +10,9 @@ import msgspec
 from .. import blocks
 from ..errors import RecipeError
 from ..host import Host, Kind
-from ..recipe import Output, Recipe, Slot
+from ..recipe import Optimizer, Output, Recipe, Slot
 from . import lora_lines
-from .form import OUTPUT_FIELDS
+from .form import OPTIMIZER_FIELDS, OUTPUT_FIELDS
 from .task import Task
 
 _ELSEWHERE = "run the recipe with lib-merge run"
@@ -29,7 +29,9 @@ def values_of(task: Task, recipe: Recipe, host: Host) -> dict[str, Any]:
     values = task.first_values()
     if method:
         values |= {"method": method.id, **method.check(recipe.params)}
-    shown = msgspec.structs.asdict(recipe) | msgspec.structs.asdict(recipe.output)
+    shown: dict[str, Any] = {}
+    for part in (recipe, recipe.output, recipe.optimizer):
+        shown |= msgspec.structs.asdict(part)
     for field in task.fields:
         if field.kind == "model":
             values[field.name] = _listed(host, field.models, _slot(recipe, field.name))
@@ -41,7 +43,7 @@ def values_of(task: Task, recipe: Recipe, host: Host) -> dict[str, Any]:
         elif field.name == "lora_alpha":
             values[field.name] = _number_text(next((lora.alpha for lora in recipe.loras), None))
         elif field.param and field.kind == "check":
-            values[field.name] = bool(recipe.params.get(field.name, False))
+            values[field.name] = bool(recipe.params.get(field.name, field.default))
         elif field.param:
             values[field.name] = _number_text(recipe.params.get(field.name))
         else:
@@ -116,7 +118,7 @@ def _hidden(task: Task, recipe: Recipe) -> Iterator[str]:
     """Names of the recipe's entries that differ from their defaults and have no field."""
     fields = {field.name: field for field in task.fields}
     plain, plain_output = Recipe(), Output()
-    known = fields.keys() | {"lib_merge", "task", "method", "params", "models", "output", "vae", "loras"}
+    known = fields.keys() | {"lib_merge", "task", "method", "params", "models", "output", "vae", "loras", "optimizer"}
     for name in recipe.__struct_fields__:
         if name not in known and getattr(recipe, name) != getattr(plain, name):
             yield name
@@ -125,6 +127,9 @@ def _hidden(task: Task, recipe: Recipe) -> Iterator[str]:
             plain_output, name
         ):
             yield name
+    for name in OPTIMIZER_FIELDS:
+        if name not in fields and getattr(recipe.optimizer, name) != getattr(Optimizer(), name):
+            yield f"optimizer.{name}"
     for name, slot in recipe.models.items():
         if slot is not None and (slot.recipe is not None or name not in fields):
             yield f"models.{name}"
@@ -145,6 +150,8 @@ def _hidden_of_loras(task: Task, recipe: Recipe) -> Iterator[str]:
     for lora in recipe.loras:
         if not lines and (lora.strength != 1 or lora.te_strength is not None or lora.blocks):
             yield "loras"
+        if (lora.conflict_mode, lora.key_filter) != ("all", "all"):
+            yield "loras' conflict_mode and key_filter"
         if lora.alpha != recipe.loras[0].alpha or (lora.alpha is not None and "lora_alpha" not in names):
             yield "loras' own alpha"
 

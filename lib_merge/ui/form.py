@@ -22,11 +22,12 @@ from ..kernels.registry import Param, Value
 from ..lora import LoraResult
 from ..merge import named_blocks, run
 from ..patterns import split
-from ..recipe import Lora, Output, Recipe, Slot
+from ..recipe import Lora, Optimizer, Output, Recipe, Slot
 from . import lora_lines
 from .task import DEVICE, EXISTS, FOLDER, KEEP_RECIPE, MEASURE, NAME, Field, Task, Values
 
 OUTPUT_FIELDS = ("save_dtype", "override_dtype", "names")
+OPTIMIZER_FIELDS = Optimizer.__struct_fields__
 _LONGEST_PROPOSAL = 120
 
 
@@ -91,7 +92,7 @@ def request(task: Task, values: Values, host: Host) -> Request:
     loras, lora_files = _loras(task, values, host, files, wrong)
     fields: dict[str, Any] = {}
     for field in task.fields:
-        if field.name in _READERS:
+        if field.name in _READERS and (not field.only_with or task.shows(field, values)):
             with _noted(wrong, field.name):
                 fields[field.name] = _READERS[field.name](values, task)
     params = _params(task, values, wrong)
@@ -169,7 +170,7 @@ def _params(task: Task, values: Values, wrong: dict[str, MergeError]) -> dict[st
         if field.param and task.shows(field, values):
             with _noted(wrong, field.name):
                 value = _PARAM_READERS[field.kind](values[field.name])
-                params |= {} if value is None else {field.name: value}
+                params |= {} if value is None or value == field.default else {field.name: value}
     return params
 
 
@@ -197,11 +198,11 @@ def _optional_count(value: Any) -> float | None:
     return number
 
 
-# Kind of a parameter's field -> its value in the recipe; None where it is left out.
+# Kind of a parameter's field -> its value in the recipe; None, or the field's default, where it is left out.
 _PARAM_READERS: Mapping[str, Callable[[Any], Value | None]] = {
     "number": optional_number,
     "count": _optional_count,
-    "check": lambda value: True if value else None,
+    "check": bool,
 }
 
 
@@ -211,12 +212,14 @@ def _recipe(task: Task, values: Values, files: Mapping[str, Path], fields: dict[
         field.name: Slot(file=files[field.name].name) for field in task.fields if field.is_slot and field.name in files
     }
     output = {name: fields.pop(name) for name in OUTPUT_FIELDS if name in fields}
+    words = {name: fields.pop(name) for name in OPTIMIZER_FIELDS if name in fields}
     fields |= {"method": method.id} if method else {}
     return Recipe(
         task=task.id,
         models=models,
         vae=Slot(file=files["vae"].name) if "vae" in files else None,
         output=Output(**output),
+        optimizer=Optimizer(**words),
         **fields,
     )
 
@@ -251,6 +254,10 @@ def _read_seed(values: Values, task: Task) -> int:
     return int(value)
 
 
+def _as_chosen(name: str) -> Callable[[Values, Task], Any]:
+    return lambda values, task: values[name]
+
+
 # Field -> its value in the recipe.
 _READERS: Mapping[str, Callable[[Values, Task], Any]] = {
     "blocks": _read_blocks,
@@ -266,6 +273,7 @@ _READERS: Mapping[str, Callable[[Values, Task], Any]] = {
     "method": lambda values, task: values["method"],
     "names": lambda values, task: values["names"],
     "only": lambda values, task: values["only"] or None,
+    **{name: _as_chosen(name) for name in OPTIMIZER_FIELDS},
 }
 
 

@@ -112,6 +112,23 @@ def test_there_and_back(house, task):
     assert {name: back[name] for name in shown} == shown
 
 
+def test_the_optimizer_s_fields_become_its_recipe_and_are_shown_again(house):
+    entries = {"method": "auto", "scope": "global", "profile": "no_slerp", "refinement": "maximum", "sparsify": "dare"}
+    entries |= {"density": "0.6", "smoothing": "0", "lossless": True, "auto_output_strength": True, "seed": 5}
+    asked = request(BY_ID["lora_merge"], filled("lora_merge", loras=LINES, name="tab", **entries), house.host)
+    words = asked.recipe.optimizer
+    assert (words.scope, words.profile, words.refinement, words.sparsify) == ("global", "no_slerp", "maximum", "dare")
+    assert asked.recipe.params == {"density": 0.6, "smoothing": 0.0, "lossless": True, "auto_output_strength": True}
+    back = values_of(BY_ID["lora_merge"], asked.recipe, house.host)
+    assert {name: back[name] for name in entries} == entries
+    assert asked.run(house.host).strategies
+    plain = request(
+        BY_ID["lora_merge"], filled("lora_merge", loras=LINES, **{**entries, "method": "concat"}), house.host
+    )
+    assert (plain.recipe.params, plain.recipe.optimizer) == ({}, recipes.Optimizer())
+    plain.run(house.host, dry_run=True)
+
+
 def test_every_task_has_such_an_example():
     assert {task.id for task in TASKS} == {"merge", *FILLED}
 
@@ -138,7 +155,8 @@ def test_modules_are_not_called_bytes(house):
     modules = [progress for progress in told if progress.stage == "merging"]
     assert [progress.done_bytes for progress in modules] == list(range(1, len(modules) + 1))
     assert {progress.counted for progress in modules} == {"modules"}
-    assert {progress.counted for progress in told if progress.stage != "merging"} == {"bytes"}
+    counted = [progress.counted for progress in told if progress.stage not in ("merging", "comparing")]
+    assert set(counted) == {"bytes"}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +198,9 @@ def test_what_a_form_cannot_show_is_refused(house):
         (lib_merge.Recipe(task="bake", models={"A": slot}, loras=two), "alpha"),
         (lib_merge.Recipe(task="bake", models={"A": slot}, params={"x": 1.0}), "params.x"),
         (lib_merge.Recipe(task="lora_merge", method="kohya_merge"), "kohya_merge"),
-        (lib_merge.Recipe(task="lora_merge", params={"density": 0.5}), "density"),
+        (lib_merge.Recipe(task="lora_merge", params={"dampening": 0.5}), "dampening"),
+        (lib_merge.Recipe(task="lora_merge", optimizer=recipes.Optimizer(rules="document")), "rules"),
+        (lib_merge.Recipe(task="lora_merge", loras=(recipes.Lora(file="a", key_filter="shared_only"),)), "key_filter"),
         (lib_merge.Recipe(task="lora_merge", output=recipes.Output(override_dtype=True)), "override_dtype"),
         (lib_merge.Recipe(task="lora_resize", loras=(recipes.Lora(file="a"), recipes.Lora(file="b"))), "loras"),
         (lib_merge.Recipe(task="lora_resize", loras=(recipes.Lora(file="a", strength=0.5),)), "loras"),
