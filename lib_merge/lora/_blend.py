@@ -15,7 +15,7 @@ from ..recipe import ConflictMode
 from ._members import Member
 from ._metrics import Relations
 from ._settings import AUTO, Settings
-from ._steps import Outcome, Way, put_together
+from ._steps import Way, put_together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,8 @@ def blend(
         return _linear(members, relations, choice, settings)
     density = settings.kept(relations.density)
     thinned = settings.sparsified or choice.strategy == "ties"
-    in_basis = settings.words.refinement == "maximum" and members[0].up is not None
+    wants_basis = settings.words.refinement == "maximum"
+    in_basis = wants_basis and members[0].up is not None
     way = Way(choice, settings, name, relations.members, modes, relations.numbers().cos, density, in_basis)
     ups = [member.up for member in members if member.up is not None]
     downs = [member.down for member in members if member.down is not None]
@@ -142,14 +143,14 @@ def blend(
     factor = gain(choice, relations, settings, norm)
     change = made.change * factor if factor != 1 else made.change
     change = change.reshape(-1, 1) if vector else change
-    told = _told(made, density if thinned else math.nan)
+    note = "; ".join(filter(None, (made.note, _NO_BASIS if wants_basis and not in_basis else "")))
+    told = density if thinned else math.nan, made.selfish_share, note
     if in_basis:
         return Blended(abs(factor) * norm, up, change, None, False, *told)
     return Blended(abs(factor) * norm, None, None, change, True, *told)
 
 
-def _told(made: Outcome, density: float) -> tuple[float, float, str]:
-    return density, made.selfish_share, made.note
+_NO_BASIS = "no common basis: a LoRA stores whole changes here"
 
 
 def _linear(members: Sequence[Member], relations: Relations, choice: Choice, settings: Settings) -> Blended:

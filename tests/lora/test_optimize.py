@@ -464,7 +464,8 @@ def test_whole_changes_are_put_together_too(tmp_path):
         save_file(tensors, paths[-1])
     for method in ("slerp", "ties", "consensus"):
         for refinement in ("standard", "maximum"):
-            _, got = merged(paths, (1.0, 0.5), tmp_path, method=method, refinement=refinement)
+            made, got = merged(paths, (1.0, 0.5), tmp_path, method=method, refinement=refinement)
+            assert all(("no common basis" in row["note"]) == (refinement == "maximum") for row in made.rows)
             assert {key: tuple(t.shape) for key, t in got.items()} == {
                 f"{LINEAR}.diff": (24, 36), f"{LINEAR}.diff_b": (24,),
             }  # fmt: skip
