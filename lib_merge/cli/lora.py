@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -10,6 +11,7 @@ import click
 from .. import report
 from ..errors import RecipeError
 from ..families import STYLES
+from ..lora import Comparison as LoraComparison
 from ..lora import Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
 from .options import asked, debug_option, json_option, lora_alpha_option, options, writing_options
 from .parse import lora_argument, metadata_object, parameters
@@ -121,24 +123,43 @@ def _resize(lora: str, params: Sequence[str], metadata: str | None, **options: A
 
 @_group.command("compare")
 @click.argument("loras", nargs=-1, required=True, metavar="LORA ...")
+@click.option("--report", "report_path", metavar="FILE", help="Write a per-weight report: .csv, .json or .html.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing report.")
 @lora_alpha_option
 @json_option
 @debug_option
-def _compare(loras: Sequence[str], lora_alpha: float | None, as_json: bool, debug: bool) -> None:
-    """Ranks and sizes of LoRAs, and for each pair whether they pull together."""
-    found = compare_loras(*loras, lora_alpha=lora_alpha)
-    if as_json:
-        print_json(found.to_dict())
-        return
+def _compare(
+    loras: Sequence[str], lora_alpha: float | None, report_path: str | None, overwrite: bool, as_json: bool, debug: bool
+) -> None:
+    """Ranks and sizes of LoRAs, for each pair whether they pull together, and which can be merged into one.
+
+    LORA@-1 turns a LoRA round, as a negative strength would.
+    """
+    table = Path(report_path) if report_path else None
+    if table is not None:
+        report.check_report_path(table, overwrite)
+    found = compare_loras(*(_three(lora_argument(text)) for text in loras), lora_alpha=lora_alpha)
+    if table is not None:
+        report.save(found.rows, table, "compared LoRAs", {})
+    print_json(found.to_dict()) if as_json else print(_compared(found))
+
+
+def _compared(found: LoraComparison) -> str:
+    lines = []
     for row in found.loras:
         low, high = row["rank_low"], row["rank_high"]
         ranks = "no rank" if low is None else f"rank {low}" if low == high else f"rank {low} … {high}"
-        print(f"{row['file']}: {row['format']}, {row['modules']} modules, {ranks}, norm {row['norm']:.4g}")
-    for pair in found.pairs:
-        print(
-            f"{pair['a']} and {pair['b']}: {pair['shared']} modules in common "
-            f"({pair['overlap']:.0%} of the smaller one), cosine {pair['cosine']:+.3f}"
-        )
+        lines.append(f"{row['file']}: {row['format']}, {row['modules']} modules, {ranks}, norm {row['norm']:.4g}")
+    lines += [
+        f"{pair['a']} and {pair['b']}: {pair['shared']} modules in common ({pair['overlap']:.0%} of the smaller one), "
+        f"cosine {pair['cosine']:+.3f}, conflict {pair['conflict']:.1%} ({pair['conflict_expected']:.1%} by chance), "
+        f"compatibility {pair['compatibility']:+.2f}: {pair['strategy']}"
+        for pair in found.pairs
+    ]
+    if len(found.loras) > 1:
+        groups = [" + ".join(group) for group in found.together]
+        lines.append(f"can be merged into {'one' if len(groups) == 1 else len(groups)}: {'; '.join(groups)}")
+    return "\n".join(lines)
 
 
 @_group.command("convert")

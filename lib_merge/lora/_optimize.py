@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -21,6 +20,7 @@ from ._based import Based
 from ._blend import Blended, blend, is_linear, linear_scalars
 from ._combine import combine
 from ._decide import decide
+from ._facts import facts_of
 from ._groups import Group
 from ._inputs import Input
 from ._members import Member, members_of, number_of
@@ -126,24 +126,8 @@ class Optimization:
 
     def _facts(self, place: int, made: Blended) -> dict[str, Any]:
         """Columns of the report."""
-        relations, choice = self._found[place], self._choices[place]
-        numbers, several = relations.numbers(), len(relations.members) > 1
-        sizes = [abs(s) * norm for s, norm in zip(relations.strengths, relations.norms, strict=True)]
-        return {
-            "strategy": choice.strategy,
-            "reason": choice.reason,
-            "n": len(relations.members),
-            "norm_a": sizes[0] if sizes else math.nan,
-            "norm_b": sizes[1] if several else math.nan,
-            "norms_in": " ".join(f"{size:.4g}" for size in sizes),
-            "cosine": numbers.cos if several else math.nan,
-            "sign_conflict": numbers.conflict if several else math.nan,
-            "conflict_expected": numbers.expected if several else math.nan,
-            "overlap": numbers.overlap if several else math.nan,
-            "ratio": numbers.ratio if several else math.nan,
-            "selfish_share": made.selfish_share,
-            "density": made.density,
-        }
+        told = facts_of(self._found[place], self._choices[place])
+        return {**told, "selfish_share": made.selfish_share, "density": made.density}
 
     def advise(self, modules: Sequence[Module]) -> list[Problem]:
         """What the user should hear once all is made."""

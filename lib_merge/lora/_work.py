@@ -275,7 +275,7 @@ def _result(
         worst=(worst.stem, worst.error) if worst and worst.error else ("", 0.0),
         ranks=counts,
         strategies=dict(sorted(strategies.items())),
-        rows=[*rows, *(_full(work, row) for row in sorted(work.rows, key=lambda row: str(row["key"])))],
+        rows=[*rows, *(full(row, work.found) for row in sorted(work.rows, key=lambda row: str(row["key"])))],
         sha256=sha256,
         seconds=seconds,
         peak_rss_mb=peak_rss_mb(),
@@ -303,8 +303,7 @@ def _late(work: Work, result: Any) -> Iterator[str]:
 def _row(module: Module, work: Work) -> dict[str, Any]:
     """A report row of a module."""
     tensors = module.tensors()
-    return _full(
-        work,
+    return full(
         {
             "key": module.stem,
             "component": module.component,
@@ -320,6 +319,7 @@ def _row(module: Module, work: Work) -> dict[str, Any]:
             "note": module.note,
             **module.facts,
         },
+        work.found,
     )
 
 
@@ -328,10 +328,10 @@ _NUMBERS = ("norm_a", "norm_b", "norm_diff", "rel_diff", "cosine", "norm_out", "
 _TEXTS = ("component", "block", "action", "method", "dtype_a", "dtype_b", "dtype_out")
 
 
-def _full(work: Work, row: Mapping[str, Any]) -> dict[str, Any]:
+def full(row: Mapping[str, Any], found: Detected) -> dict[str, Any]:
     """A row with every column of a report: what does not apply is NaN or empty."""
     full = {"key": "", **dict.fromkeys(_TEXTS, ""), "shape": [], "numel": 0, **dict.fromkeys(_NUMBERS, math.nan)}
-    block = block_of(str(row["key"]), work.found)
+    block = block_of(str(row["key"]), found)
     return {**full, "reason": "", "note": "", "block": block, **row}
 
 
