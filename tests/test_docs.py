@@ -40,6 +40,14 @@ def test_every_method_has_a_current_page_and_a_picture():
     assert sum((folder / name).stat().st_size for name in pictures) < 1_000_000
 
 
+def test_the_study_s_tables_follow_from_its_figures():
+    study = (ROOT / "docs" / "optimizer-study.md").read_text("utf-8")
+    write = writer("write_study")
+    assert write.page(study) == study
+    assert len(write.figures()) == 5 * (2 + 2 * 15)
+    assert {len(values) for values in write.figures().values()} == {5}
+
+
 @pytest.mark.parametrize("name", sorted(all_methods()))
 def test_every_method_is_documented(name):
     assert f"`{name}`" in README
