@@ -200,7 +200,7 @@ class _Findings:
     columns: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._rows = threading.Lock(), dict[str, int]()
         self.sizes = [path.stat().st_size for path in self.plan.shipped.files]
 
     def look_at(self, job: Range | Rows, hand: Worker) -> None:
@@ -238,15 +238,21 @@ class _Findings:
             self.groups += equal.numel()
             if different := equal.numel() - int(equal.sum()):
                 self.differing[module.name] = self.differing.get(module.name, 0) + different
-            self.columns.setdefault(module.name, {})[job.low] = squares
+            self._keep(job, squares)
             self.touched |= touched
             self.done += sum(leaf.row_bytes for leaf in leaves) * (job.high - job.low)
 
+    def _keep(self, job: Rows, squares: Tensor) -> None:
+        """Sums of some rows; those of a whole module become one, in the order of its rows."""
+        parts = self.columns.setdefault(job.module.name, {})
+        parts[job.low] = squares
+        self._rows[job.module.name] = self._rows.get(job.module.name, 0) + job.high - job.low
+        if self._rows[job.module.name] == job.module.shape[0]:
+            self.columns[job.module.name] = {0: torch.stack([parts[low] for low in sorted(parts)]).sum(0)}
+
     def checked(self, files: Gate, choice: Choice, without_effect: bool) -> Checked:
         """The gates, once everything was looked at."""
-        per_column = {
-            name: torch.stack([parts[low] for low in sorted(parts)]).sum(0) for name, parts in self.columns.items()
-        }
+        per_column = {name: whole for name, parts in self.columns.items() for whole in parts.values()}
         after, before = (math.fsum(float(sums[row].sum()) for sums in per_column.values()) for row in (0, 1))
         ratio = rms_ratio({"ff": after, "ss": before})
         identical = len(self.sizes) - len(self.touched)

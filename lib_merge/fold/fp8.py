@@ -59,6 +59,10 @@ class ScaledFp8:
         codes = values.view(-1).div_(factors).clamp_(-largest, largest).to(getattr(torch, name))
         return (codes.view(values.shape).view(torch.uint8),)
 
+    def encode_sum(self, dense: Tensor, change: Tensor, rounding: str, first_row: int) -> None:
+        """See `Storage`."""
+        return
+
     def beyond(self, values: Tensor, first_row: int) -> int:
         """See `Storage`: weights that are beyond the largest code by more than rounding."""
         factors = scaled(torch.ones(values.numel()), self.scale, self.shape, first_row * self.shape[1])

@@ -70,6 +70,10 @@ class Blocks:
         """See `Storage`."""
         return (torch.from_numpy(ggml.encode(values.numpy(), self.kind, first_row)),)
 
+    def encode_sum(self, dense: Tensor, change: Tensor, rounding: str, first_row: int) -> None:
+        """See `Storage`."""
+        return
+
     def beyond(self, values: Tensor, first_row: int) -> int:
         """See `Storage`: every block has a scale of its own."""
         return 0
@@ -108,6 +112,10 @@ class Floats:
         if not all_finite(narrow.float()):
             raise NumberError(f"a sum in the rows from {first_row} on is not finite or beyond {self.kind}")
         return (narrow.view(torch.uint8) if narrow is not values else values.clone().view(torch.uint8),)
+
+    def encode_sum(self, dense: Tensor, change: Tensor, rounding: str, first_row: int) -> None:
+        """See `Storage`."""
+        return
 
     def beyond(self, values: Tensor, first_row: int) -> int:
         """See `Storage`: what is beyond the dtype is refused."""

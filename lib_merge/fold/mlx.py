@@ -11,6 +11,7 @@ from ..files.dtypes import DTYPES
 from ..files.header import TensorInfo
 from ..lazy import torch
 from ..quant.affine import BITS, GROUPS, ROUNDINGS, SCALE_DTYPES, Coded, dequantize, quantize, unpack
+from ..quant.affine_compiled import quantize_sum
 from .storage import Leaf
 
 if TYPE_CHECKING:
@@ -42,9 +43,12 @@ class Affine:
 
     def encode(self, values: Tensor, rounding: str, first_row: int) -> tuple[Tensor, ...]:
         """See `Storage`."""
-        stored = getattr(torch, DTYPES[self.dtype].torch)
-        coded = quantize(values, bits=self.bits, group=self.unit, rounding=rounding, dtype=stored, first_row=first_row)
-        return coded.words, coded.scales.view(torch.uint8), coded.biases.view(torch.uint8)
+        return _raw(quantize(values, rounding=rounding, first_row=first_row, **self._layout()))
+
+    def encode_sum(self, dense: Tensor, change: Tensor, rounding: str, first_row: int) -> tuple[Tensor, ...] | None:
+        """See `Storage`."""
+        coded = quantize_sum(dense, change, rounding=rounding, first_row=first_row, **self._layout())
+        return None if coded is None else _raw(coded)
 
     def beyond(self, values: Tensor, first_row: int) -> int:
         """See `Storage`: every group has a scale of its own."""
@@ -62,9 +66,17 @@ class Affine:
         """See `Storage`."""
         return self._coded(raw).scales.float().abs()
 
+    def _layout(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group": self.unit, "dtype": getattr(torch, DTYPES[self.dtype].torch)}
+
     def _coded(self, raw: Sequence[Tensor]) -> Coded:
         dtype = getattr(torch, DTYPES[self.dtype].torch)
         return Coded(raw[0], raw[1].view(dtype), raw[2].view(dtype))
+
+
+def _raw(coded: Coded) -> tuple[Tensor, ...]:
+    """The bytes of each leaf."""
+    return coded.words, coded.scales.view(torch.uint8), coded.biases.view(torch.uint8)
 
 
 def is_mlx(module: str, tensors: Mapping[str, TensorInfo]) -> bool:

@@ -64,6 +64,16 @@ class Storage(Protocol):
             NumberError: weights that cannot be stored; names row and group.
         """
 
+    def encode_sum(self, dense: Tensor, change: Tensor, rounding: str, first_row: int) -> tuple[Tensor, ...] | None:
+        """As `encode`, of the float32 nearest to dense + change; None where that is no faster.
+
+        Args:
+            dense: [rows, columns] of any float dtype.
+            change: float64 of that shape.
+            rounding: as in `encode`, like the rest.
+            first_row: number of the first row.
+        """
+
     def beyond(self, values: Tensor, first_row: int) -> int:
         """How many weights are beyond the largest code and will be cut to it; 0 where scales are made anew."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import NumberError
@@ -95,25 +97,37 @@ class Factors:
         return values
 
 
-@dataclass(frozen=True)
+@dataclass
 class Portion:
     """Some rows of a tile, few enough to stay in a core's cache; overwritten by the next portion.
 
     Attributes:
         rows: which.
-        base: float64 [rows, columns], the dense weights as the converter saw them.
+        dense: [rows, columns] in their own dtype, the dense weights as the converter saw them.
         change: float64 of that shape, what the adapter adds; None for a module without a change.
-        total: their sum in float64, which the codes stand for.
         fresh: bytes [rows, row_bytes] for each leaf, as they are to be stored.
         cut: weights that were beyond the largest code and became it.
+        scratch: memory of the thread.
     """
 
     rows: Rows
-    base: Tensor
+    dense: Tensor
     change: Tensor | None
-    total: Tensor
-    fresh: tuple[Tensor, ...]
-    cut: int
+    scratch: Scratch
+    fresh: tuple[Tensor, ...] = ()
+    cut: int = 0
+
+    @cached_property
+    def base(self) -> Tensor:
+        """The dense weights in float64."""
+        return self.scratch.double("base", self.dense)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Their sum with the change in float64, which the codes stand for."""
+        if self.change is None:
+            return self.base
+        return torch.add(self.base, self.change, out=self.scratch.of("total", torch.float64, self.dense.shape))
 
 
 class Worker:
@@ -149,12 +163,7 @@ class Worker:
             change = self._change(slab, fast)
             for part in tiles_of(module, PORTION, slab.low, slab.high):
                 wanted = None if change is None else change[part.low - slab.low : part.high - slab.low]
-                total = base = self.scratch.double("base", self.dense(part))
-                if wanted is not None:
-                    total = torch.add(base, wanted, out=self.scratch.of("total", torch.float64, base.shape))
-                merged = self._rounded(part, total)
-                cut = module.storage.beyond(merged, part.low)
-                yield Portion(part, base, wanted, total, self.encode(part, merged), cut)
+                yield self._coded(Portion(part, self.dense(part), wanted, self.scratch))
 
     def fresh(self, rows: Rows, *, fast: bool = True) -> list[Tensor]:
         """The rows as they are to be stored: bytes [rows, row_bytes] for each leaf."""
@@ -190,11 +199,30 @@ class Worker:
         Raises:
             NumberError: values that cannot be stored; names module and group.
         """
-        try:
+        with self._named(rows):
             return rows.module.storage.encode(values, self._rounding, rows.low)
+
+    @contextmanager
+    def _named(self, rows: Rows) -> Iterator[None]:
+        """Errors of a storage name the module too."""
+        try:
+            yield
         except NumberError as error:
             key = rows.module.storage.leaves[0].key
             raise NumberError(error.what, file=self._shipped.source.path, tensor=key, hint=error.hint) from error
+
+    def _coded(self, portion: Portion) -> Portion:
+        """With its codes, made in one pass where the storage can do that."""
+        rows, storage, fresh = portion.rows, portion.rows.module.storage, None
+        if portion.change is not None and not self._round_dense:
+            with self._named(rows):
+                fresh = storage.encode_sum(portion.dense, portion.change, self._rounding, rows.low)
+        if fresh is None:
+            values = self._rounded(rows, portion.total)
+            portion.cut = storage.beyond(values, rows.low)
+            fresh = self.encode(rows, values)
+        portion.fresh = fresh
+        return portion
 
     def _stored(self, rows: Rows) -> Tensor:
         """Dense weights in their own dtype, in the order in which the quantized checkpoint has them."""

@@ -98,7 +98,7 @@ def quantize(
     with np.errstate(all="ignore"):  # what goes wrong is found below, group by group
         scale, bias = _scale_and_bias(lo, hi, np.float32(top), rule)
         stored = [torch.from_numpy(each).to(dtype or torch.float32) for each in (scale, bias)]
-        _refuse(lo, hi, scale, stored, first_row, group)
+        refuse(lo, hi, scale, stored, first_row, group)
     grouped.sub_(torch.from_numpy(bias).unsqueeze(-1)).div_(torch.from_numpy(scale).unsqueeze(-1))
     if rule.half_even:
         values.round_()
@@ -146,7 +146,7 @@ def _scale_and_bias(
     return scale, edge
 
 
-def _refuse(
+def refuse(
     lo: NDArray[np.float32],
     hi: NDArray[np.float32],
     scale: NDArray[np.float32],
@@ -154,7 +154,19 @@ def _refuse(
     first_row: int,
     group: int,
 ) -> None:
-    """Raise for the first group that no codes can stand for."""
+    """Raise for the first group that no codes can stand for.
+
+    Args:
+        lo: smallest weight of each group [rows, groups].
+        hi: largest.
+        scale: unrounded.
+        stored: scale and bias as they are stored.
+        first_row: number of the first row in the whole weight.
+        group: weights that share a scale.
+
+    Raises:
+        NumberError: names the group, and what is wrong with it.
+    """
     beyond = ~(torch.isfinite(stored[0]) & torch.isfinite(stored[1])).numpy()
     bad = beyond | (scale == 0)
     if not bad.any() and math.isfinite(float(hi.max(initial=0))) and math.isfinite(float(lo.min(initial=0))):
