@@ -46,19 +46,27 @@ class Job:
     ended: float = 0.0
     _cancel: CancelToken = field(default_factory=CancelToken)
     _over: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> Job:
-        """Begin in a new thread; returns at once."""
-        if self.started:
-            raise RuntimeError("a job starts once")
-        self.started = time.time()
-        self.state = "running"
+        """Begin in a new thread; returns at once. A job that was stopped while it waited stays stopped."""
+        with self._lock:
+            if self.started:
+                raise RuntimeError("a job starts once")
+            if self.state != "waiting":
+                return self
+            self.started = time.time()
+            self.state = "running"
         threading.Thread(target=self._run, name=f"lib_merge-job-{self.id}", daemon=True).start()
         return self
 
     def stop(self) -> None:
-        """Ask the run to stop at its next tile."""
+        """Ask the run to stop at its next tile; one that waits is stopped at once."""
         self._cancel.cancel()
+        with self._lock:
+            if self.state == "waiting":
+                self.error = CancelledError("the run was stopped before it began")
+                self._end("stopped")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end; False when the time ran out first."""

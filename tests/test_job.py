@@ -97,6 +97,17 @@ def test_a_job_that_is_told_to_stop_stops():
 
 
 @portable
+def test_a_job_that_is_stopped_while_it_waits_never_runs():
+    ran = []
+    job = Job("x", lambda follow, cancel: ran.append(1))
+    job.stop()
+    assert (job.state, job.wait(0), job.started) == ("stopped", True, 0.0)
+    assert isinstance(job.error, CancelledError)
+    assert job.start().state == "stopped"
+    assert ran == []
+
+
+@portable
 def test_a_job_starts_once_and_has_an_id_of_its_own():
     job = Job("x", lambda follow, cancel: None).start()
     with pytest.raises(RuntimeError):

@@ -1,9 +1,8 @@
-"""Plan, progress, result and errors as HTML for the cards on the right; text in, text out, no gradio."""
+"""Plan and errors as HTML for the cards on the right, and the lines below entries; text in, text out, no gradio."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from html import escape
@@ -11,28 +10,18 @@ from pathlib import Path
 
 from ..errors import MergeError, PlanError, Problem
 from ..execute import Result
-from ..job import Job
 from ..kernels.registry import Method
 from ..lora import LoraResult
 from ..plan import Plan
 from .facts import Facts, size_text
 
 _SHOWN = 12
-_STAGES = {
-    "merging": "Merging",
-    "hashing": "Computing hashes for the recipe",
-    "publishing": "Writing to the disk",
-    "verifying": "Verifying",
-    "comparing": "Comparing",
-}
-# Task of a recipe -> what its result is called.
-_DONE = {"merge": "Merged", "bake": "Baked", "convert": "Converted"}
 _LEVELS = {"error": "Error", "warning": "Warning", "note": "Note"}
 
 
 def idle_card() -> str:
     """Nothing runs and nothing has run."""
-    return _card("status", "Ready", _line("Choose models; the plan below says what will be done."), live=True)
+    return card("status", "Ready", line("Choose models; the plan below says what will be done."), live=True)
 
 
 def plan_card(plan: Plan, facts: Sequence[tuple[str, Facts]], target: Path) -> str:
@@ -46,13 +35,13 @@ def plan_card(plan: Plan, facts: Sequence[tuple[str, Facts]], target: Path) -> s
     counts = ", ".join(f"{count:,} {action}" for action, count in plan.counts.items() if count) or "nothing"
     body = [
         _models_table(facts),
-        _line(f"Tensors: {counts}"),
-        _line(f"Result: {size_text(plan.output_bytes)}, expected peak memory {size_text(plan.peak_bytes)}"),
+        line(f"Tensors: {counts}"),
+        line(f"Result: {size_text(plan.output_bytes)}, expected peak memory {size_text(plan.peak_bytes)}"),
         _written(target),
         problem_list(plan.problems),
     ]
     verdict = "This cannot run" if plan.errors() else "Plan"
-    return _card("plan", verdict, "".join(body), tone="bad" if plan.errors() else "")
+    return card("plan", verdict, "".join(body), tone="bad" if plan.errors() else "")
 
 
 def _models_table(facts: Sequence[tuple[str, Facts]]) -> str:
@@ -88,25 +77,26 @@ def planned_card(made: Result | LoraResult, facts: Sequence[tuple[str, Facts]]) 
             return plan_card(made.plan, facts, made.output)
     body = [
         _models_table(facts),
-        _line(f"LoRA: {made.modules:,} modules" + (f", {made.copied:,} tensors copied" if made.copied else "")),
+        line(f"LoRA: {made.modules:,} modules" + (f", {made.copied:,} tensors copied" if made.copied else "")),
         _written(made.output),
-        problem_list(_told(made)),
+        problem_list(told(made)),
     ]
-    return _card("plan", "Plan", "".join(body))
+    return card("plan", "Plan", "".join(body))
 
 
-def _told(made: LoraResult) -> list[Problem]:
+def told(made: LoraResult) -> list[Problem]:
+    """What a result says beside its counts."""
     return [Problem("warning", text) for text in made.warnings] + [Problem("note", text) for text in made.notes]
 
 
 def refusal_card(error: MergeError) -> str:
     """Why there is no plan."""
-    return _card("plan", "This cannot run", _error_body(error), tone="bad")
+    return card("plan", "This cannot run", error_body(error), tone="bad")
 
 
 def empty_plan_card(text: str) -> str:
     """No plan yet, and what is missing for one."""
-    return _card("plan", "Plan", _line(text))
+    return card("plan", "Plan", line(text))
 
 
 def problem_list(problems: Iterable[Problem]) -> str:
@@ -129,101 +119,22 @@ def problem_list(problems: Iterable[Problem]) -> str:
 
 def error_card(error: BaseException) -> str:
     """Why a run could not begin, or ended before its result was there."""
-    return _card("status", "Not done", _error_body(error), tone="bad", live=True)
+    return card("status", "Not done", error_body(error), tone="bad", live=True)
 
 
 def form_card(wrong: Iterable[tuple[str, MergeError]]) -> str:
     """Why a run could not begin: (label of the entry, what is wrong with it)."""
     problems = [Problem("error", f"{label}: {error.what}", error.file, hint=error.hint) for label, error in wrong]
-    return _card("status", "Not done", problem_list(problems), tone="bad", live=True)
+    return card("status", "Not done", problem_list(problems), tone="bad", live=True)
 
 
-def _error_body(error: BaseException) -> str:
+def error_body(error: BaseException) -> str:
+    """What an error says, with the file, the tensor and what to do."""
     if isinstance(error, PlanError):
         return problem_list(error.problems)
     if isinstance(error, MergeError):
         return problem_list([Problem("error", error.what, error.file, error.tensor, error.hint)])
     return problem_list([Problem("error", f"{type(error).__name__}: {error}", hint="this should not happen")])
-
-
-def job_card(job: Job) -> str:
-    """A run as it stands: progress while it goes on, then what came of it."""
-    if job.state in ("waiting", "running"):
-        return _progress_card(job)
-    if job.state == "done":
-        return _result_card(job)
-    if job.state == "stopped":
-        body = _line(f"{job.title}: stopped after {_duration(job.ended - job.started)}; nothing was written.")
-        return _card("status", "Stopped", body + _log(job), live=True)
-    assert job.error is not None
-    return _card("status", "Not done", _line(job.title) + _error_body(job.error) + _log(job), tone="bad", live=True)
-
-
-def _progress_card(job: Job) -> str:
-    progress = job.progress
-    gone = max(0.0, time.time() - job.started)
-    share = progress.done_bytes / progress.total_bytes if progress and progress.total_bytes else 0.0
-    stage = _STAGES.get(progress.stage, progress.stage) if progress else "Starting"
-    parts = [f"{_duration(gone)} gone"]
-    in_bytes = progress is not None and progress.counted == "bytes"
-    if progress and progress.stage == "merging" and share > 0.02 and gone > 1:
-        parts.append(f"about {_duration(gone * (1 - share) / share)} left")
-        parts += [f"{progress.done_bytes / gone / 1e6:,.0f} MB/s"] if in_bytes else []
-    if progress and progress.total_bytes:
-        done, total = progress.done_bytes, progress.total_bytes
-        said = f"{size_text(done)} of {size_text(total)}" if in_bytes else f"{done:,} of {total:,} {progress.counted}"
-        parts.insert(0, said)
-    percent = round(100 * share)
-    bar = (
-        f"<div class='lm-bar' role='progressbar' aria-label='progress of the run' aria-valuemin='0' "
-        f"aria-valuemax='100' aria-valuenow='{percent}'><div style='width:{percent}%'></div></div>"
-    )
-    key = f"<p class='lm-key'><small>{escape(progress.key)}</small></p>" if progress and progress.key else ""
-    body = _line(job.title) + bar + _line(" · ".join(parts)) + key
-    return _card("status", f"{stage} {percent}%", body, tone="busy", live=True)
-
-
-def _result_card(job: Job) -> str:
-    made: Result | LoraResult = job.result
-    if isinstance(made, LoraResult):
-        return _lora_card(made, job)
-    counts = {"merged": made.merged, "copied": made.copied, "discarded": made.discarded, "unused": len(made.unused)}
-    said = ", ".join(f"{count:,} {action}" for action, count in counts.items() if count)
-    body = [
-        _path(made.output),
-        _line(f"Tensors: {said}"),
-        _line(f"{size_text(made.plan.output_bytes)} in {_duration(made.seconds)}"),
-        problem_list(Problem("warning", text) for text in made.warnings),
-        _log(job),
-    ]
-    return _card("status", _DONE.get(made.plan.recipe.task, "Done"), "".join(body), tone="good", live=True)
-
-
-def _lora_card(made: LoraResult, job: Job) -> str:
-    ranks = sorted(made.ranks)
-    rank = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
-    error = f"Relative error of what was cut: {made.error:.3g}"
-    error += f", largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else ""
-    body = [
-        _path(made.output),
-        _line(f"{made.modules:,} modules{rank}" + (f", {made.copied:,} tensors copied" if made.copied else "")),
-        _line(error),
-        _line(f"{size_text(made.output_bytes)} in {_duration(made.seconds)}"),
-        problem_list(_told(made)),
-        _log(job),
-    ]
-    return _card("status", "Done", "".join(body), tone="good", live=True)
-
-
-def _path(output: Path) -> str:
-    return (
-        f"<p><code class='lm-path'>{escape(output.name)}</code><br><small>in {escape(str(output.parent))}</small></p>"
-    )
-
-
-def _log(job: Job) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in job.log)
-    return f"<details><summary>Log</summary><ul>{lines}</ul></details>" if lines else ""
 
 
 def method_text(method: Method) -> str:
@@ -244,7 +155,7 @@ def model_note(facts: Facts | None, error: MergeError | None) -> str:
 
 def note_card(title: str, lines: Iterable[str], *, tone: str = "") -> str:
     """A short answer to a press."""
-    return _card("note", title, "".join(map(_line, lines)), tone=tone, live=True)
+    return card("note", title, "".join(map(line, lines)), tone=tone, live=True)
 
 
 def facts_card(title: str, facts: Mapping[str, str]) -> str:
@@ -252,7 +163,7 @@ def facts_card(title: str, facts: Mapping[str, str]) -> str:
     rows = "".join(
         f"<tr><th scope='row'>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts.items()
     )
-    return _card("note", title, f"<table class='lm-table'><tbody>{rows}</tbody></table>", live=True)
+    return card("note", title, f"<table class='lm-table'><tbody>{rows}</tbody></table>", live=True)
 
 
 def filled_note(title: str, open_: Sequence[str]) -> str:
@@ -273,7 +184,8 @@ def field_note(error: MergeError | None) -> str:
     return model_note(None, error)
 
 
-def _card(kind: str, title: str, body: str, *, tone: str = "", live: bool = False) -> str:
+def card(kind: str, title: str, body: str, *, tone: str = "", live: bool = False) -> str:
+    """A card; `live`: changes are read aloud."""
     role = " role='status' aria-live='polite'" if live else f" role='region' aria-label='{escape(title)}'"
     return (
         f"<section class='lm-card lm-{kind} {f'lm-{tone}' if tone else ''}'{role}>"
@@ -281,11 +193,13 @@ def _card(kind: str, title: str, body: str, *, tone: str = "", live: bool = Fals
     )
 
 
-def _line(text: str) -> str:
+def line(text: str) -> str:
+    """A paragraph."""
     return f"<p>{escape(text)}</p>"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds for people."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

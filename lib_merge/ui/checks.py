@@ -9,7 +9,7 @@ from ..errors import MergeError
 from ..host import Host
 from ..job import Job
 from ..verify import Verified, verify
-from . import cards
+from . import cards, run_cards
 from .past import model_folders
 
 
@@ -55,7 +55,7 @@ class Checks:
 
 def card(job: Job) -> str:
     """A check as it stands."""
-    return verdict(job.title, job.result) if job.state == "done" else cards.job_card(job)
+    return verdict(job.title, job.result) if job.state == "done" else run_cards.job_card(job)
 
 
 def verdict(title: str, found: Verified) -> str:

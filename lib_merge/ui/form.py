@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import msgspec
 from .. import blocks
 from .. import recipe as recipes
 from ..changes import STRENGTH, named_loras
-from ..errors import MergeError, RecipeError
+from ..errors import MergeError, PlanError, RecipeError
 from ..execute import Result
 from ..host import Host
 from ..kernels.registry import Param, Value
@@ -26,6 +26,7 @@ from ..recipe import Lora, Optimizer, Output, Recipe, Slot
 from . import lora_lines
 from .task import DEVICE, EXISTS, FOLDER, KEEP_RECIPE, MEASURE, NAME, Field, Task, Values
 
+Made = Result | LoraResult
 OUTPUT_FIELDS = ("save_dtype", "override_dtype", "names")
 OPTIMIZER_FIELDS = Optimizer.__struct_fields__
 _LONGEST_PROPOSAL = 120
@@ -64,7 +65,19 @@ class Request:
     device: str = "cpu"
     measure: bool = True
 
-    def run(self, host: Host, **running: Any) -> Result | LoraResult:
+    def check(self, host: Host) -> None:
+        """Raise what headers and the recipe tell against it.
+
+        Raises:
+            MergeError: it cannot run.
+        """
+        planned = self.run(host, dry_run=True)
+        if isinstance(planned, Result):
+            with closing(planned.plan) as plan:
+                if errors := plan.errors():
+                    raise PlanError(errors)
+
+    def run(self, host: Host, **running: Any) -> Made:
         """Carry it out, or with `dry_run=True` only plan it; `running` as in `lib_merge.run`."""
         return run(
             self.recipe,

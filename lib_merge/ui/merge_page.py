@@ -12,12 +12,14 @@ from ..errors import MergeError
 from ..host import Host
 from . import cards, filling, form, gr_compat, lora_lines
 from .form import FormError
+from .run_panel import RunPanel
 from .runs import RUNS, Run
 from .task import DEVICE, DEVICES, EXISTS, EXISTS_CHOICES, FOLDER, KEEP_RECIPE, MEASURE, NAME, Task
 from .task_form import TaskForm, Updates
 from .widgets import Widget, choice
 
-POLL_S = 0.4
+# The run whose result is shown, among the values of the form.
+SHOWN = "shown"
 _READING = "Reading the folders …"
 _NOTHING_CHOSEN = "Choose models to see what will be done."
 
@@ -39,6 +41,7 @@ class MergePage:
                 self._build_side()
         self._named = [
             ("", self._task.name, self._task),
+            ("", SHOWN, Widget(SHOWN, self._runs.shown, {})),
             *(("", widget.name, widget) for widget in self._result),
             *((id, name, widget) for id, made in self._forms.items() for name, widget in made.widgets.items()),
         ]
@@ -87,22 +90,10 @@ class MergePage:
             yield Widget(MEASURE, gr_compat.own(measure), {})
 
     def _build_side(self) -> None:
-        with gr_compat.row():
-            # The hosts' scripts press what ends in _generate and _interrupt on Ctrl+Enter and Esc.
-            self._start = gr_compat.button("Merge", variant="primary", min_width=80, elem_id="merge_generate")
-            self._stop = gr_compat.button(
-                "Stop", variant="stop", min_width=80, interactive=False, elem_id="merge_interrupt"
-            )
-        self._made = gr.State("")  # id of a run whose result the lists do not show yet
-        self._status = gr_compat.html(cards.idle_card(), elem_id="merge_status")
-        with gr_compat.row():
-            self._look = gr_compat.button(
-                "Show progress", visible=not self._host.generators, elem_id="merge_show_progress"
-            )
-            self._use = gr_compat.button("Use this model now", visible=False, elem_id="merge_use")
-        self._use_note = gr_compat.html(close=True, elem_id="merge_note_use")
+        self._runs = RunPanel(self._host)
         self._plan = gr_compat.html(cards.empty_plan_card(_READING), elem_id="merge_plan")
         self._refresh = gr_compat.button("Refresh the lists of models", size="sm", elem_id="merge_refresh")
+        self._runs.build_list()
 
     # What happens
 
@@ -113,7 +104,7 @@ class MergePage:
             self._name_note,
             *(note for made in self._forms.values() for note in made.notes.values()),
         ]
-        planned.append(self._of_result(NAME))
+        planned += [self._of_result(NAME), self._runs.status, self._runs.shown]
         lists = [component for made in self._forms.values() for component in made.models()]
         for id, name, widget in self._named:
             if (id, name) == ("", "task"):
@@ -122,16 +113,17 @@ class MergePage:
             elif name == "method":
                 looks = self._forms[id].looks()
                 gr_compat.on(widget.component.input, self._choose_method, self._inputs, [*looks, *planned])
-            else:
+            elif name != SHOWN:
                 for event in gr_compat.edits(widget.component):
                     gr_compat.on(event, self._replan, self._inputs, planned, latest_only=True)
-        self._listen_to_runs(blocks, [*lists, *planned])
+        notes = [self._name_note, *(note for made in self._forms.values() for note in made.notes.values())]
+        refreshed = self._refreshed, [*lists, *planned]
+        self._runs.listen(blocks, self._begin, (self._inputs, notes), (self._lists, lists), refreshed)
         for made in self._forms.values():
             for adder, lines in made.adders:
                 event = gr_compat.on(adder.input, self._add_lora, [adder, lines], [adder, lines])
                 gr_compat.on(event.then, self._replan, self._inputs, planned)
         gr_compat.on(self._refresh.click, self._refreshed, self._inputs, [*lists, *planned])
-        gr_compat.on(self._use.click, self._use_now, [], [self._use_note])
         everything = [*self._inputs, *(part for made in self._forms.values() for part in made.looks())]
         gr_compat.on(
             self._write_recipe.click, self._recipe_of_form, self._inputs, [self._recipe_text, self._recipe_note]
@@ -141,25 +133,6 @@ class MergePage:
         read = [*self.filled, self._recipe_note]
         gr_compat.on(self._read_recipe.click, self._form_of_recipe, [self._recipe_text, *self._inputs], read)
         gr_compat.on(blocks.load, self._refreshed, self._inputs, [*lists, *planned])
-
-    def _listen_to_runs(self, blocks: Any, refreshed: list[Any]) -> None:
-        """Start, follow and stop; new lists, with the form as it is by then, follow a run that made something."""
-        running = [self._status, self._start, self._stop, self._use, self._use_note, self._made]
-        self._running_parts, self._refreshed_parts = running, refreshed
-        queue = self._host.generators
-        look: Any = self._look_once
-        run: Any = self._run if queue else self._run_once
-        attach: Any = self._attach if queue else look
-        notes = [self._name_note, *(note for made in self._forms.values() for note in made.notes.values())]
-        for listener, function, more in (
-            (self._start.click, run, notes),
-            (blocks.load, attach, []),
-            (self._look.click, look, []),
-        ):
-            inputs = self._inputs if function is run else [self._made]
-            event = gr_compat.on(listener, function, inputs, [*running, *more], queue=queue and function is not look)
-            gr_compat.on(event.then, self._after, [self._made, *self._inputs], refreshed)
-        gr_compat.on(self._stop.click, self._ask_to_stop, [], [self._status])
 
     def _read(self, raw: Sequence[Any]) -> tuple[TaskForm, dict[str, Any]]:
         """The form of the task that is chosen, and its values."""
@@ -181,14 +154,14 @@ class MergePage:
         folders = self._folders(task)
         return {
             **{box: gr.update(visible=id == task.id) for id, box in self._boxes.items()},
-            self._start: gr.update(value=task.verb),
+            self._runs.start: gr.update(value=task.verb),
             self._of_result(FOLDER): gr.update(choices=folders, value=next(iter(folders), None)),
             self._folder_box: gr.update(visible=len(folders) > 1),
             self._device_box: gr.update(visible=task.writes == "checkpoint"),
         }
 
     def _result_looks(self) -> list[Any]:
-        return [self._start, self._of_result(FOLDER), self._folder_box, self._device_box]
+        return [self._runs.start, self._of_result(FOLDER), self._folder_box, self._device_box]
 
     def _folders(self, task: Task) -> list[str]:
         return list(self._host.save_folders(task.writes))
@@ -217,15 +190,18 @@ class MergePage:
         known = made.facts(values)
         notes |= {made.notes[name]: cards.model_note(fact, None) for name, fact in known.items() if name in made.notes}
         notes[self._name_note] = ""
+        request = None
         try:
             request = form.request(made.task, values, self._host)
             planned = request.run(self._host, dry_run=True)
         except FormError as error:
             shown = {name: what for name, what in error.fields.items() if values.get(name) not in (None, "")}
             notes |= {self._note_of(made, name): cards.field_note(what) for name, what in shown.items()}
+            notes |= self._runs.marked(values[SHOWN], None)
             return {**notes, self._plan: cards.empty_plan_card(error.what if shown else _NOTHING_CHOSEN)}
         except MergeError as error:
-            return {**notes, self._plan: cards.refusal_card(error)}
+            return {**notes, **self._runs.marked(values[SHOWN], request), self._plan: cards.refusal_card(error)}
+        notes |= self._runs.marked(values[SHOWN], request)
         card = cards.planned_card(planned, list(known.items()))
         return {**notes, self._plan: card, self._of_result(NAME): gr.update(placeholder=planned.output.name)}
 
@@ -242,70 +218,17 @@ class MergePage:
         except FormError as error:
             notes = {self._note_of(made, name): cards.field_note(what) for name, what in error.fields.items()}
             wrong = [(made.label(name), what) for name, what in error.fields.items()]
-            return {**notes, self._status: cards.form_card(wrong), self._made: ""}
+            return {**notes, **self._runs.refused(cards.form_card(wrong))}
         except MergeError as error:
-            return {self._status: cards.error_card(error), self._made: ""}
+            return self._runs.refused(cards.error_card(error))
 
-    def _run(self, *raw: Any) -> Iterator[Updates]:
-        begun = self._begin(raw)
-        if isinstance(begun, Run):
-            yield from self._follow(begun)
-        else:
-            yield begun
-
-    def _run_once(self, *raw: Any) -> Updates:
-        begun = self._begin(raw)
-        return self._running(begun) if isinstance(begun, Run) else begun
-
-    def _attach(self, seen: str) -> Iterator[Updates]:
-        """A page that was just loaded takes up the run that goes on, or shows what the last one made."""
-        run = RUNS.latest
-        if run is None or run.over:  # its lists were made after that
-            yield {self._status: gr.update()} if run is None else self._ended(run, seen=run.job.id)
-        else:
-            yield from self._follow(run)
-
-    def _look_once(self, seen: str) -> Updates:
-        run = RUNS.latest
-        if run is None:
-            return {self._status: gr.update()}
-        return self._ended(run, seen) if run.over else self._running(run)
-
-    def _follow(self, run: Run) -> Iterator[Updates]:
-        while not run.over:
-            yield self._running(run)
-            run.job.wait(POLL_S)
-        yield self._ended(run)
-
-    def _running(self, run: Run) -> Updates:
-        return {
-            self._status: cards.job_card(run.job),
-            self._start: gr.update(interactive=False),
-            self._stop: gr.update(interactive=True),
-            self._use: gr.update(visible=False),
-            self._use_note: "",
-            self._made: "",
-        }
-
-    def _ended(self, run: Run, seen: str = "") -> Updates:
-        done = run.job.state == "done"
-        usable = done and self._host.use is not None and run.request.task.writes == "checkpoint"
-        return {
-            self._status: cards.job_card(run.job),
-            self._start: gr.update(interactive=True),
-            self._stop: gr.update(interactive=False),
-            self._use: gr.update(visible=usable),
-            self._made: run.job.id if done and run.job.id != seen else "",
-        }
-
-    def _after(self, made: str, *raw: Any) -> Updates:
-        """New lists after a run that made something; nothing where it made nothing, so that the form stays as it is."""
-        return self._refreshed(*raw) if made else {self._plan: gr.update()}
-
-    def _ask_to_stop(self) -> Updates:
-        RUNS.stop()
-        run = RUNS.latest
-        return {self._status: cards.job_card(run.job) if run else cards.idle_card()}
+    def _lists(self) -> Updates:
+        """The lists of models as the folders are now; what is chosen stays."""
+        self._host.look_again()
+        lists: Updates = {}
+        for made in self._forms.values():
+            lists |= made.refreshed({})
+        return lists
 
     def _refreshed(self, *raw: Any) -> Updates:
         """Lists of models as the folders are now; what was chosen stays chosen as long as it is there."""
@@ -317,23 +240,11 @@ class MergePage:
         values |= dict.fromkeys(made.gone(values))
         return {**lists, **self._planned(made, values)}
 
-    def _use_now(self) -> Updates:
-        run = RUNS.latest
-        if run is None or run.job.state != "done" or self._host.use is None:
-            return {self._use_note: ""}
-        try:
-            self._host.use(run.job.result.output)
-        except Exception as error:  # the host's own code: whatever it raises, the saved file stays as it is
-            return {self._use_note: cards.error_card(error)}
-        return {self._use_note: cards.help_note(f"{self._host.name} uses {run.job.result.output.name} from now on.")}
-
     # What other pages ask for
 
     def follow_after(self, event: Any) -> None:
         """Show the run that an event of another page has begun."""
-        function: Any = self._attach if self._host.generators else self._look_once
-        followed = gr_compat.on(event.then, function, [self._made], self._running_parts, queue=self._host.generators)
-        gr_compat.on(followed.then, self._after, [self._made, *self._inputs], self._refreshed_parts)
+        self._runs.follow_after(event)
 
     @property
     def inputs(self) -> list[Any]:

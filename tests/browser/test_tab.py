@@ -10,7 +10,7 @@ import pytest
 
 import lib_merge
 from lib_merge import recipe as recipes
-from tests.browser.tab import until
+from tests.browser.tab import Tab, until
 
 pytestmark = pytest.mark.browser
 
@@ -56,7 +56,6 @@ def test_a_long_run_outlives_its_page_and_stops_within_a_second(tab, server):
     tab.merge()
     bar = tab.page.locator("#merge_status [role=progressbar]")
     until(lambda: bar.count() > 0 and int(bar.first.get_attribute("aria-valuenow")) > 0, tab.page)
-    assert tab.page.locator("#merge_generate").is_disabled()
     assert place(tab) == before_run  # nothing of the form jumps while a run goes on
     slowest = max(answer_s(server.url) for _ in range(10))
     tab.reload()
@@ -69,13 +68,60 @@ def test_a_long_run_outlives_its_page_and_stops_within_a_second(tab, server):
     tab.page.click("#merge_interrupt")
     tab.wait_status("Stopped")
     stopped_s = time.monotonic() - pressed
-    assert tab.page.locator("#merge_interrupt").is_disabled()
-    until(lambda: not tab.page.locator("#merge_generate").is_disabled(), tab.page)
+    until(lambda: tab.page.locator("#merge_interrupt").is_disabled(), tab.page)
     assert outputs(server) == before
     assert not list(server.models.rglob("*.part"))
     print(f"\nstop to Stopped {stopped_s:.2f} s, slowest page during the run {slowest:.2f} s")
     assert stopped_s < 5  # 0.3 to 0.9 on a quiet machine
     assert slowest < 3
+
+
+def test_runs_wait_in_line_and_every_page_shows_them(tab, server, browser):
+    before = outputs(server)
+    tab.open()
+    tab.choose("A", "long/one.safetensors")
+    tab.choose("B", "long/two.safetensors")
+    tab.choose("method", "Power-up (DARE)")
+    tab.wait_plan("16 merged")
+    tab.page.dblclick("#merge_generate")  # is one run
+    jobs = tab.page.locator("#merge_jobs").first
+    until(lambda: "Running" in jobs.inner_text(), tab.page)
+    tab.choose("A", "base.safetensors")
+    tab.choose("B", "style.safetensors")
+    tab.wait_plan("1,130 merged")
+    name = tab.page.locator("#merge_name input, #merge_name textarea").first
+    for text in ("first in line", "second in line"):
+        name.fill(text)
+        name.press("Enter")
+        tab.wait_plan(text)
+        tab.merge()
+        until(lambda text=text: text in jobs.inner_text(), tab.page)
+    assert jobs.inner_text().count("Waiting") == 2
+    assert jobs.inner_text().count("Running") == 1
+    other = Tab(browser.new_context(viewport={"width": 800, "height": 900}).new_page(), server.url)
+    other.open()
+    other.wait_status("Merging")
+    shown = other.page.locator("#merge_jobs").first
+    until(lambda: "second in line" in shown.inner_text(), other.page)
+    assert other.value("A") == "base.safetensors"
+    # the first of those that wait is taken out on the other page, the run itself is stopped on this one
+    other.page.click("#merge_take_out")
+    until(lambda: "Stopped" in shown.inner_text(), other.page)
+    assert shown.inner_text().count("Waiting") == 1
+    other.close()
+    assert not other.complaints
+    tab.page.click("#merge_interrupt")
+    said = tab.made("second in line")
+    assert "Merged" in said
+    until(lambda: tab.page.locator("#merge_interrupt").is_disabled(), tab.page)
+    assert "Done" in jobs.inner_text()
+    assert jobs.inner_text().count("Stopped") >= 2
+    assert outputs(server) - before == {"second in line.safetensors"}
+    assert not list(server.models.rglob("*.part"))
+    # another entry: what is shown is the end of an earlier run
+    name.fill("something else")
+    name.press("Enter")
+    assert "an earlier run" in tab.wait_status("an earlier run")
 
 
 def place(tab):

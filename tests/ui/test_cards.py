@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import re
-import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from lib_merge import Job, MergeError, PlanError, Problem, Progress
+from lib_merge import Job, MergeError, PlanError, Problem
 from lib_merge.host import standalone
 from lib_merge.kernels.registry import all_methods
-from lib_merge.ui import cards
+from lib_merge.ui import cards, run_cards
 from lib_merge.ui.facts import facts, size_text
 from lib_merge.ui.form import request
 from lib_merge.ui.tasks.registry import BY_ID
@@ -55,7 +54,8 @@ def test_nothing_of_a_file_becomes_html():
         cards.error_card(ValueError(EVIL)),
         cards.model_note(None, MergeError(EVIL, hint=EVIL)),
         cards.help_note(EVIL),
-        cards.job_card(Job(EVIL, lambda follow, cancel: None)),
+        run_cards.job_card(Job(EVIL, lambda follow, cancel: None)),
+        run_cards.job_list([Job(EVIL, lambda follow, cancel: None)]),
     ):
         assert "alert(1)" in text(html)
 
@@ -75,56 +75,6 @@ def test_problems_come_worst_first_and_say_what_to_do():
     assert "n11" in many
     assert "n12" not in many
     assert "38 more" in many
-
-
-def job(*progress):
-    """A job that has told so much and waits."""
-    told, go = threading.Event(), threading.Event()
-
-    def work(follow, cancel):
-        for item in progress:
-            follow(item)
-        told.set()
-        go.wait(10)
-
-    made = Job("A + B", work).start()
-    told.wait(10)
-    return made, go
-
-
-def test_progress_has_a_bar_that_can_be_read_aloud():
-    running, go = job(Progress("merging", 250_000_000, 1_000_000_000, "model.w"))
-    running.started -= 10
-    html = cards.job_card(running)
-    go.set()
-    assert re.search(r"role='progressbar'[^>]*aria-valuenow='25'", html)
-    assert "role='status'" in html
-    said = text(html)
-    assert said.startswith("Merging 25% A + B 250.0 MB of 1.00 GB · 10 s gone · about 30 s left · 25 MB/s model.w")
-
-
-def test_a_run_that_has_told_nothing_yet():
-    running, go = job()
-    assert text(cards.job_card(running)).startswith("Starting 0%")
-    go.set()
-
-
-def test_how_a_run_ended():
-    def fail(error):
-        def work(follow, cancel):
-            raise error
-
-        ended = Job("A + B", work).start()
-        ended.wait(10)
-        return text(cards.job_card(ended))
-
-    from lib_merge import CancelledError
-
-    assert fail(MergeError("broken", file="/x/a.safetensors", hint="mend it")).startswith(
-        "Not done A + B Error: broken a.safetensors mend it"
-    )
-    assert fail(CancelledError("stopped")).startswith("Stopped A + B: stopped after 0.0 s; nothing was written.")
-    assert "KeyError: 'odd'" in fail(KeyError("odd"))
 
 
 @pytest.fixture
@@ -148,7 +98,7 @@ def test_the_plan_and_the_result(asked, tmp_path):
     assert not (tmp_path / "new.safetensors").exists()
     done = Job("A + B", lambda follow, cancel: request_.run(host, on_progress=follow, cancel=cancel)).start()
     done.wait(60)
-    said = text(cards.job_card(done))
+    said = text(run_cards.job_card(done))
     assert said.startswith(f"Merged new.safetensors in {tmp_path} Tensors: 1 merged, 1 copied, 1 unused")
     assert "Warning:" in said
     replaced = text(cards.plan_card(plan.plan, known, tmp_path / "new.safetensors"))

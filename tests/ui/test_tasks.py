@@ -16,7 +16,7 @@ from lib_merge.cli import main
 from lib_merge.errors import FileError, RecipeError
 from lib_merge.host import Host, standalone
 from lib_merge.lora import LoraResult
-from lib_merge.ui import cards, form, lora_lines
+from lib_merge.ui import cards, form, lora_lines, run_cards
 from lib_merge.ui.facts import facts
 from lib_merge.ui.filling import values_of
 from lib_merge.ui.form import FormError, request
@@ -143,7 +143,7 @@ def test_the_cards_of_every_task(house, task):
     assert not asked.target.exists()
     job = Job(asked.task.label, lambda follow, cancel: asked.run(house.host, on_progress=follow, cancel=cancel)).start()
     assert job.wait(60)
-    said = text(cards.job_card(job))
+    said = text(run_cards.job_card(job))
     assert said.split()[0] in ("Baked", "Converted", "Done")
     assert f"new.safetensors in {asked.target.parent}" in said
 
