@@ -48,6 +48,30 @@ class Job:
     _over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def share(self) -> float:
+        """How much of it is done, 0 … 1, as the latest progress says."""
+        return (
+            self.progress.done_bytes / self.progress.total_bytes if self.progress and self.progress.total_bytes else 0.0
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the start, up to the end."""
+        return max(0.0, (self.ended or time.time()) - self.started) if self.started else 0.0
+
+    @property
+    def per_second(self) -> float | None:
+        """Bytes (or what else the progress counts) of the result per second; None while that says nothing yet."""
+        if self.progress is None or self.progress.stage != "merging" or self.share <= 0.02 or self.seconds <= 1:
+            return None
+        return self.progress.done_bytes / self.seconds
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What is left at that speed; None while that says nothing yet."""
+        return self.seconds * (1 - self.share) / self.share if self.per_second else None
+
     def start(self) -> Job:
         """Begin in a new thread; returns at once. A job that was stopped while it waited stays stopped."""
         with self._lock:

@@ -61,6 +61,15 @@ def _generators() -> bool:
     return not getattr(shared.cmd_opts, "no_gradio_queue", False) or int(version.split(".")[0]) >= 4
 
 
+def api_users() -> dict[str, str] | None:
+    """Name -> password of those who may call the host's API: empty for everybody, None for nobody."""
+    if not (getattr(shared.cmd_opts, "api", False) or getattr(shared.cmd_opts, "nowebui", False)):
+        return None
+    given = getattr(shared.cmd_opts, "api_auth", None) or ""
+    users = {user: password for user, colon, password in (entry.partition(":") for entry in given.split(",")) if colon}
+    return None if given and not users else users  # what cannot be read opens nothing
+
+
 # Folders
 
 

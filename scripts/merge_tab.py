@@ -31,4 +31,14 @@ def tabs():
     return [(merge_tab(webui.host()), TITLE, ELEMENT)]
 
 
+def routes(demo, app):
+    """The calls of other programs, where the host was started with an API of its own, behind its own passwords."""
+    if missing or (users := webui.api_users()) is None:
+        return
+    from lib_merge.ui.routes import add_routes
+
+    add_routes(app, webui.host(), users)
+
+
 script_callbacks.on_ui_tabs(tabs)
+script_callbacks.on_app_started(routes)

@@ -137,7 +137,8 @@ for name in ("modules", "gradio", "plotly"):
     sys.modules[name] = None
 import lib_merge
 needs = ("lib_merge.webui", "lib_merge.__main__", "lib_merge.ui.gr_compat", "lib_merge.ui.widgets",
-         "lib_merge.ui.task_form", "lib_merge.ui.merge_page", "lib_merge.ui.run_panel", "lib_merge.ui.tab")
+         "lib_merge.ui.task_form", "lib_merge.ui.merge_page", "lib_merge.ui.run_panel",
+         "lib_merge.ui.endpoints", "lib_merge.ui.routes", "lib_merge.ui.tab")
 names = [item.name for item in pkgutil.walk_packages(lib_merge.__path__, "lib_merge.")]
 for name in names:
     if name not in needs:

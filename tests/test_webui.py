@@ -333,3 +333,26 @@ def test_preload_adds_options_of_its_own():
     runpy.run_path(str(ROOT / "preload.py"))["preload"](parser)
     assert parser.parse_args(["--merge-threads", "3"]).merge_threads == 3
     assert all(name.startswith("merge_") for name in vars(parser.parse_args([])))
+
+
+@each_family
+def test_the_routes_follow_the_hosts_own_api(root, family):
+    code = (
+        "from lib_merge import webui\n"
+        "class App:\n"
+        "    def __init__(self): self.paths = []\n"
+        "    def add_api_route(self, path, endpoint, **more): self.paths.append([path, len(more['dependencies'])])\n"
+        "import sys, types\n"
+        "app = App()\n"
+        "try:\n"
+        "    script_callbacks.app_started_callback(None, app)\n"
+        "except ModuleNotFoundError as error:\n"  # fastapi comes with gradio, which the default tier lacks
+        "    app = str(error)\n"
+        "result = [webui.api_users(), app if isinstance(app, str) else app.paths]\n"
+    )
+    users, paths = in_host(root, family, code)
+    assert (users, paths) == (None, [])
+    for given, expected in [(None, {}), ("ann:x:y,bob:z", {"ann": "x:y", "bob": "z"}), ("no colon", None)]:
+        users, paths = in_host(root, family, code, api=True, api_auth=given)
+        assert users == expected
+        assert bool(paths) is (expected is not None)

@@ -34,10 +34,10 @@ def values_of(task: Task, recipe: Recipe, host: Host) -> dict[str, Any]:
         shown |= msgspec.structs.asdict(part)
     for field in task.fields:
         if field.kind == "model":
-            values[field.name] = _listed(host, field.models, _slot(recipe, field.name))
+            values[field.name] = listed(host, field.models, _slot(recipe, field.name))
         elif field.kind == "loras":
             values[field.name] = lora_lines.write(
-                (_listed(host, field.models, Slot(file=lora.file, sha256=lora.sha256)) or lora.file, lora)
+                (listed(host, field.models, Slot(file=lora.file, sha256=lora.sha256)) or lora.file, lora)
                 for lora in recipe.loras
             )
         elif field.name == "lora_alpha":
@@ -56,9 +56,9 @@ def not_found(task: Task, recipe: Recipe, host: Host) -> list[str]:
     said = []
     for field in task.fields:
         slot = _slot(recipe, field.name) if field.kind == "model" else None
-        if slot is None or slot.file is None or _listed(host, field.models, slot) is not None:
+        if slot is None or slot.file is None or listed(host, field.models, slot) is not None:
             continue
-        same = _namesakes(host, field.models, slot)
+        same = namesakes(host, field.models, slot)
         why = f"is there {len(same)} times ({', '.join(same)}): choose one" if same else "is not among the models"
         said.append(f"{field.label}: {slot.file} {why}")
     return said
@@ -156,20 +156,20 @@ def _hidden_of_loras(task: Task, recipe: Recipe) -> Iterator[str]:
             yield "loras' own alpha"
 
 
-def _listed(host: Host, kind: Kind, slot: Slot | None) -> str | None:
+def listed(host: Host, kind: Kind, slot: Slot | None) -> str | None:
     """The name under which this host lists the model that a recipe means."""
     if slot is None or slot.file is None:
         return None
     models = host.models(kind)
     cache = host.hashes()
-    same = _namesakes(host, kind, slot)
+    same = namesakes(host, kind, slot)
     if slot.sha256:
         known = [name for name in models.names if cache.get(models.resolve(name)) == slot.sha256]
         return next(iter(known), same[0] if len(same) == 1 else None)
     return same[0] if len(same) == 1 else None
 
 
-def _namesakes(host: Host, kind: Kind, slot: Slot) -> list[str]:
+def namesakes(host: Host, kind: Kind, slot: Slot) -> list[str]:
     """The models of that file name, in whatever folder."""
     models = host.models(kind)
     return [name for name in models.names if models.resolve(name).name == slot.file]

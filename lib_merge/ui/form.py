@@ -114,7 +114,7 @@ def request(task: Task, values: Values, host: Host) -> Request:
     recipe = _recipe(task, values, files, fields | {"params": params, "loras": loras})
     files = {slot: path for slot, path in files.items() if not slot.startswith("lora")} | lora_files
     with _noted(wrong, NAME):
-        target = host.target(task.writes, values.get(FOLDER) or "", _file_name(task, values, files))
+        target = host.target(task.writes, values.get(FOLDER) or "", file_name(task, values, files))
     if wrong:
         raise FormError(wrong)
     switches = bool(values[KEEP_RECIPE]), values[DEVICE], bool(values[MEASURE])
@@ -300,7 +300,7 @@ def proposed_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
     return re.sub(r"[^\w.+ -]", "_", " ".join(parts))[:_LONGEST_PROPOSAL].strip(". ")
 
 
-def _file_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
+def file_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
     """The name as typed or proposed, with the ending that the result needs."""
     name = (values.get(NAME) or "").strip() or proposed_name(task, values, files)
     base = files.get("A") if task.writes == "checkpoint" else None

@@ -32,8 +32,9 @@ def on(
     js: str | None = None,
     queue: bool = False,
     latest_only: bool = False,
+    api_name: str = "",
 ) -> Any:
-    """Listen to an event, out of the API and without gradio's own progress over our cards.
+    """Listen to an event, without gradio's own progress over our cards, and out of the API unless it is named.
 
     Args:
         listener: `button.click`, `blocks.load` …
@@ -43,11 +44,12 @@ def on(
         js: a function for the page, before `function`.
         queue: it is a generator, which needs the queue.
         latest_only: while it runs, further events wait and only the last of them is answered.
+        api_name: of an event that other programs may call.
     """
     wanted: dict[str, Any] = {
-        "api_name": False,
-        "show_api": False,
-        "api_visibility": "private",
+        "api_name": api_name or False,
+        "show_api": bool(api_name),
+        "api_visibility": "public" if api_name else "private",
         "show_progress": "hidden",
         # None: hosts that allow one run of each event at a time would keep a second page waiting
         "concurrency_limit": None,
@@ -55,7 +57,7 @@ def on(
         "_js" if MAJOR < 4 else "js": js,
         "queue": queue if function else None,
     }
-    if MAJOR >= 6:
+    if MAJOR >= 6 and not api_name:
         del wanted["api_name"]  # there it takes names only
     return listener(function, list(inputs), list(outputs), **supported(listener, **wanted))
 

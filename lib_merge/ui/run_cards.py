@@ -64,7 +64,7 @@ def _when(job: Job) -> str:
     clock = time.strftime("%H:%M", time.localtime(job.ended or job.started))
     if not job.ended:
         return f"since {clock}"
-    return f"{clock}, took {duration(job.ended - job.started)}" if job.started else clock
+    return f"{clock}, took {duration(job.seconds)}" if job.started else clock
 
 
 def _done_word(job: Job) -> str:
@@ -76,7 +76,7 @@ def _outcome(job: Job) -> str:
     if job.state == "done":
         return (_lora_result if isinstance(job.result, LoraResult) else _result)(job.result) + _log(job)
     if job.state == "stopped":
-        after = f"stopped after {duration(job.ended - job.started)}" if job.started else "stopped before it began"
+        after = f"stopped after {duration(job.seconds)}" if job.started else "stopped before it began"
         return line(f"{job.title}: {after}; nothing was written.") + _log(job)
     assert job.error is not None
     return line(job.title) + error_body(job.error) + _log(job)
@@ -84,21 +84,19 @@ def _outcome(job: Job) -> str:
 
 def _progress_card(job: Job) -> str:
     progress = job.progress
-    gone = max(0.0, time.time() - job.started)
-    share = progress.done_bytes / progress.total_bytes if progress and progress.total_bytes else 0.0
     stage = _STAGES.get(progress.stage, progress.stage) if progress else "Starting"
-    parts = [f"{duration(gone)} gone"]
+    parts = [f"{duration(job.seconds)} gone"]
     in_bytes = progress is not None and progress.counted == "bytes"
-    if progress and progress.stage == "merging" and share > 0.02 and gone > 1:
-        parts.append(f"about {duration(gone * (1 - share) / share)} left")
-        parts += [f"{progress.done_bytes / gone / 1e6:,.0f} MB/s"] if in_bytes else []
+    if job.seconds_left is not None and job.per_second:
+        parts.append(f"about {duration(job.seconds_left)} left")
+        parts += [f"{job.per_second / 1e6:,.0f} MB/s"] if in_bytes else []
     if progress and progress.total_bytes:
         done, total = progress.done_bytes, progress.total_bytes
         said = f"{size_text(done)} of {size_text(total)}" if in_bytes else f"{done:,} of {total:,} {progress.counted}"
         parts.insert(0, said)
     if memory := rss_mb():
         parts.append(f"RAM {size_text(memory * 1e6)}")
-    percent = round(100 * share)
+    percent = round(100 * job.share)
     bar = (
         f"<div class='lm-bar' role='progressbar' aria-label='progress of the run' aria-valuemin='0' "
         f"aria-valuemax='100' aria-valuenow='{percent}'><div style='width:{percent}%'></div></div>"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -103,7 +102,7 @@ class RunPanel:
     def follow_after(self, event: Any) -> None:
         """Show the run that an event of another page has put in line."""
         queue = self._host.generators
-        function: Any = partial(self._follow if queue else self._look_once, "")
+        function: Any = self._follow_other if queue else self._look_other
         self._after(gr_compat.on(event.then, function, [], self._follow_parts, queue=queue))
 
     def _list(self) -> list[Any]:
@@ -141,6 +140,12 @@ class RunPanel:
 
     def _look_begun(self, begun: str, loop: str) -> Updates:
         return self._look_once("") if begun else {self._made: ""}
+
+    def _follow_other(self) -> Iterator[Updates]:
+        yield from self._follow("")
+
+    def _look_other(self) -> Updates:
+        return self._look_once("")
 
     def _attach(self, seen: str) -> Iterator[Updates]:
         """A page that was just loaded takes up the runs that go on, or shows what the last one made."""

@@ -8,6 +8,7 @@ import gradio as gr
 
 from ..host import Host
 from . import gr_compat
+from .endpoints import add_endpoints
 from .history_page import HistoryPage
 from .merge_page import MergePage
 from .pages import Pages
@@ -37,6 +38,7 @@ def merge_tab(host: Host, css: str | None = None, js: str = "") -> Any:
         merging.listen(blocks)
         recipes.listen(blocks, merging, pages)
         history.listen(blocks, merging, pages)
+        add_endpoints(host)
         if js:
             gr_compat.on(blocks.load, None, js=js)
     return blocks
