@@ -95,7 +95,7 @@ class RunPanel:
             follows = queue and function != self._look_once
             self._after(gr_compat.on(listener, function, first, self._follow_parts, queue=follows))
         # What comes of these two is told by the loop alone: an answer of theirs could come after its last word.
-        gr_compat.on(self._stop.click, RUNS.stop)
+        gr_compat.on(self._stop.click, self._ask_to_stop)
         gr_compat.on(self._take_out.click, self._take_it_out, [self._waiting])
         gr_compat.on(self._use.click, self._use_now, [self.shown], [self._note])
 
@@ -207,6 +207,9 @@ class RunPanel:
             self._waiting_box: gr.update(visible=bool(names)),
             self._waiting: gr.update(choices=offered, value=next(iter(offered), None)),
         }
+
+    def _ask_to_stop(self) -> None:
+        RUNS.stop()
 
     def _take_it_out(self, chosen: Any) -> None:
         for run in RUNS.waiting:

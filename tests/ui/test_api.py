@@ -145,7 +145,8 @@ def test_no_other_folder_is_written_to(host, place, folder):
 @pytest.mark.parametrize(
     "path",
     ["../outside/secret.safetensors", "/etc/passwd", "sub/../../outside/secret.safetensors",
-     "..\\outside\\secret.safetensors", "C:\\secret.safetensors", "%2e%2e/outside/secret.safetensors", "secret.safetensors", ""],
+     "..\\outside\\secret.safetensors", "C:\\secret.safetensors", "%2e%2e/outside/secret.safetensors",
+     "secret.safetensors", ""],
 )  # fmt: skip
 def test_no_file_is_read_that_the_lists_do_not_name(host, place, path):
     for wanted in (path, str(place / "outside" / "secret.safetensors")):

@@ -61,9 +61,16 @@ def test_each_build_is_of_its_own(host):
     assert not {id(block) for block in first.blocks.values()} & {id(block) for block in second.blocks.values()}
 
 
-def test_events_are_not_offered_as_an_api(tab):
-    listed = tab.get_api_info()["named_endpoints"]
-    assert not listed
+def test_only_the_calls_are_offered_as_an_api(tab):
+    from lib_merge.ui import api
+
+    config = tab.get_config_file() if hasattr(tab, "get_config_file") else tab.config
+    named = [
+        event["api_name"]
+        for event in config["dependencies"]
+        if event["api_name"] and event.get("api_visibility", "public") == "public"
+    ]
+    assert sorted(named) == sorted([*api.CALLS, "plan", "job", "stop", "models"])
 
 
 def test_the_loaded_checkpoint_is_the_base(tmp_path, host):
