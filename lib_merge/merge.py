@@ -14,6 +14,7 @@ from .errors import OutputError, RecipeError
 from .execute import Result, Running, execute, planned
 from .files.sidecar import sidecar_of, taken
 from .files.target import numbered
+from .fold import Folded, fold_recipe
 from .kernels.registry import method as find_method
 from .lora import TASKS, LoraResult, carry_out_recipe
 from .metadata import text_metadata
@@ -235,7 +236,7 @@ def run(
     files: Mapping[str, PathLike] | None = None,
     models: Sequence[PathLike] = (),
     **running: Any,
-) -> Result | LoraResult:
+) -> Result | LoraResult | Folded:
     """Carry out a recipe.
 
     Args:
@@ -246,11 +247,14 @@ def run(
         **running: fields of `Running`.
 
     Returns:
-        a `LoraResult` where the recipe makes a LoRA.
+        a `LoraResult` where the recipe makes a LoRA, a `Folded` of the task fold.
 
     Raises:
         MergeError: see `lib_merge.errors`; nothing is written in that case.
     """
+    if recipe.task == "fold":
+        how = Running(**running)
+        return fold_recipe(recipe, locate(recipe, files or {}, models, how.cache), Path(out), how)
     if recipe.task in TASKS:
         how = Running(**running)
         return carry_out_recipe(recipe, locate(recipe, files or {}, models, how.cache), Path(out), how)

@@ -46,11 +46,22 @@ def _fold(dense: str, adapter: str, out: str, quantize: str, **options: Any) -> 
     The modules that ADAPTER names are computed from DENSE, the checkpoint that SHIPPED was made from, and quantized
     anew as SHIPPED stores them; every other byte of SHIPPED is copied.
     """
+
+    def work(how: dict[str, Any]) -> Folded:
+        return fold(dense, adapter, out, quantize=quantize, **how)
+
+    finish_fold(work, options, (dense, adapter, quantize))
+
+
+def finish_fold(
+    work: Callable[[dict[str, Any]], Folded], options: dict[str, Any], inputs: tuple[str, str, str]
+) -> None:
+    """Run a fold with its common options and print what came of it; `inputs` as its report names them."""
     as_json, path, how = asked(options)
     how.pop("keep_recipe")  # nothing of a fold's output says anything of its inputs
     how["report"] = path is not None
     with Bar() as bar:
-        made = fold(dense, adapter, out, quantize=quantize, on_progress=bar, **how)
+        made = work({**how, "on_progress": bar})
     if options["dry_run"]:
         print_json(_plan_dict(made)) if as_json else print(_describe_plan(made))
         if made.problems:
@@ -58,7 +69,7 @@ def _fold(dense: str, adapter: str, out: str, quantize: str, **options: Any) -> 
             raise SystemExit(1)
         return
     if path is not None:
-        report.save(made.rows or [], path, made.output.name, _header(made, dense, adapter, quantize))
+        report.save(made.rows or [], path, made.output.name, _header(made, *inputs))
     print_json(made.to_dict()) if as_json else print(_describe(made))
 
 

@@ -15,7 +15,9 @@ from ..execute import Result
 from ..files.hashes import HashCache
 from ..lora import TASKS
 from ..merge import bake, convert, merge, run
+from ..recipe import files
 from ..verify import verify
+from .folding import finish_fold
 from .keeping import kept_recipe, with_inputs
 from .lora import finish as finish_lora
 from .options import (
@@ -180,12 +182,18 @@ def _run(recipe: str, inputs: Sequence[str], loras: Sequence[str], models: Seque
     wanted, given = with_inputs(wanted, inputs, [lora_argument(text) for text in loras])
 
     def again(how: dict[str, Any]) -> Any:
+        how.pop("output", None)
         catalog = Catalog([Path(folder) for folder in models], HashCache(), near=[path.absolute().parent])
         located, missing = search(wanted, given, catalog)
         refuse_missing(missing)
         return run(wanted, out=how.pop("out"), files=located, **how)
 
-    (finish_lora if wanted.task in TASKS else _finish)(again, options)
+    if wanted.task == "fold":
+        named = {slot: str(found.file) for slot, found in files(wanted)}
+        told = named.get("DENSE", ""), named.get("lora1", ""), named.get("SHIPPED", "")
+        finish_fold(lambda how: again({**how, "out": how["output"]}), options, told)
+    else:
+        (finish_lora if wanted.task in TASKS else _finish)(again, options)
 
 
 @click.command("demo")

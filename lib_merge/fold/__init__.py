@@ -4,7 +4,8 @@ How codes are made stands in `quant/`, how bytes are copied and published in `fi
 """
 
 from .check import Checked, fold_check
+from .from_recipe import fold_recipe
 from .quantizer import Reproduced, quantizer_check
 from .run import Folded, fold
 
-__all__ = ["Checked", "Folded", "Reproduced", "fold", "fold_check", "quantizer_check"]
+__all__ = ["Checked", "Folded", "Reproduced", "fold", "fold_check", "fold_recipe", "quantizer_check"]

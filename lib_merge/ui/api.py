@@ -14,6 +14,7 @@ from typing import Any, get_args
 from .. import recipe as recipes
 from ..errors import FileError, MergeError, PlanError, RecipeError
 from ..execute import Result
+from ..fold import Folded
 from ..host import Host, Kind
 from ..job import Job
 from ..memory import rss_mb
@@ -34,6 +35,7 @@ CALLS: Mapping[str, str] = {
     "extract": "lora_extract",
     "resize": "lora_resize",
     "convert": "convert",
+    "fold": "fold",
 }
 
 
@@ -55,6 +57,10 @@ def plan(host: Host, *asked: str) -> Answer:
             problems = [_located(problem.__dict__) for problem in found.problems]
             said = {"counts": dict(found.counts), "problems": problems, "output_bytes": found.output_bytes}
             said["peak_memory_mb"] = round(found.peak_bytes / 1e6)
+    elif isinstance(made, Folded):
+        said = {"counts": {"merged": made.folded, "copied": made.copied}, "output_bytes": made.output_bytes}
+        said["problems"] = [_located(problem.__dict__) for problem in made.problems]
+        said["peak_memory_mb"] = round(made.expected_peak_bytes / 1e6)
     else:
         said = {"problems": [{"level": "warning", "what": text} for text in made.warnings]}
     return {"task": request.task.id, **said, **_place(made.output, request, host)}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import MergeError, PlanError, Problem
 from ..execute import Result
+from ..fold import Folded
 from ..kernels.registry import Method
 from ..lora import LoraResult
 from ..plan import Plan
@@ -70,11 +71,13 @@ def _written(target: Path) -> str:
     )
 
 
-def planned_card(made: Result | LoraResult, facts: Sequence[tuple[str, Facts]]) -> str:
+def planned_card(made: Result | LoraResult | Folded, facts: Sequence[tuple[str, Facts]]) -> str:
     """What a run that was only planned would do; closes the files of its plan."""
     if isinstance(made, Result):
         with closing(made.plan):
             return plan_card(made.plan, facts, made.output)
+    if isinstance(made, Folded):
+        return _fold_card(made, facts)
     body = [
         _models_table(facts),
         line(f"LoRA: {made.modules:,} modules" + (f", {made.copied:,} tensors copied" if made.copied else "")),
@@ -84,7 +87,19 @@ def planned_card(made: Result | LoraResult, facts: Sequence[tuple[str, Facts]]) 
     return card("plan", "Plan", "".join(body))
 
 
-def told(made: LoraResult) -> list[Problem]:
+def _fold_card(made: Folded, facts: Sequence[tuple[str, Facts]]) -> str:
+    body = [
+        _models_table(facts),
+        line(f"{made.folded:,} modules are computed anew, {made.copied:,} tensors copied"),
+        line(f"Result: {size_text(made.output_bytes)}, expected peak memory {size_text(made.expected_peak_bytes)}"),
+        _written(made.output),
+        problem_list([*made.problems, *told(made)]),
+    ]
+    verdict = "This cannot run" if made.problems else "Plan"
+    return card("plan", verdict, "".join(body), tone="bad" if made.problems else "")
+
+
+def told(made: LoraResult | Folded) -> list[Problem]:
     """What a result says beside its counts."""
     return [Problem("warning", text) for text in made.warnings] + [Problem("note", text) for text in made.notes]
 

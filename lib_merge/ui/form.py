@@ -17,6 +17,7 @@ from .. import recipe as recipes
 from ..changes import STRENGTH, named_loras
 from ..errors import MergeError, PlanError, RecipeError
 from ..execute import Result
+from ..fold import Folded
 from ..host import Host
 from ..kernels.registry import Param, Value
 from ..lora import LoraResult
@@ -26,7 +27,7 @@ from ..recipe import Lora, Optimizer, Output, Recipe, Slot
 from . import lora_lines
 from .task import DEVICE, EXISTS, FOLDER, KEEP_RECIPE, MEASURE, NAME, Field, Task, Values
 
-Made = Result | LoraResult
+Made = Result | LoraResult | Folded
 OUTPUT_FIELDS = ("save_dtype", "override_dtype", "names")
 OPTIMIZER_FIELDS = Optimizer.__struct_fields__
 _LONGEST_PROPOSAL = 120
@@ -74,8 +75,11 @@ class Request:
         planned = self.run(host, dry_run=True)
         if isinstance(planned, Result):
             with closing(planned.plan) as plan:
-                if errors := plan.errors():
-                    raise PlanError(errors)
+                errors = plan.errors()
+        else:
+            errors = list(planned.problems) if isinstance(planned, Folded) else []
+        if errors:
+            raise PlanError(errors)
 
     def run(self, host: Host, **running: Any) -> Made:
         """Carry it out, or with `dry_run=True` only plan it; `running` as in `lib_merge.run`."""
@@ -292,7 +296,8 @@ _READERS: Mapping[str, Callable[[Values, Task], Any]] = {
 
 def proposed_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
     """A name for the result, made of its inputs, the method and its strength: `base+style weighted_sum 0.3`."""
-    models = [path for slot, path in files.items() if slot in task.slots(values) or slot.startswith("lora")]
+    told = task.named_after or task.slots(values)
+    models = [path for slot, path in files.items() if slot in told or slot.startswith("lora")]
     stems = [path.name if path.is_dir() else path.stem for path in models]
     method = task.method(values)
     parts = [task.joined_by.join(stems) or task.id]
@@ -303,7 +308,7 @@ def proposed_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
 def file_name(task: Task, values: Values, files: Mapping[str, Path]) -> str:
     """The name as typed or proposed, with the ending that the result needs."""
     name = (values.get(NAME) or "").strip() or proposed_name(task, values, files)
-    base = files.get("A") if task.writes == "checkpoint" else None
+    base = files.get(task.shaped_by) if task.writes == "checkpoint" else None
     return name if name.endswith(".safetensors") or (base is not None and base.is_dir()) else f"{name}.safetensors"
 
 

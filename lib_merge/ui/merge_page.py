@@ -157,7 +157,7 @@ class MergePage:
             self._runs.start: gr.update(value=task.verb),
             self._of_result(FOLDER): gr.update(choices=folders, value=next(iter(folders), None)),
             self._folder_box: gr.update(visible=len(folders) > 1),
-            self._device_box: gr.update(visible=task.writes == "checkpoint"),
+            self._device_box: gr.update(visible=task.writes == "checkpoint" and task.gpu),
         }
 
     def _result_looks(self) -> list[Any]:

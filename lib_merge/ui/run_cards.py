@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from ..errors import Problem
 from ..execute import Result
+from ..fold import Folded
 from ..job import Job
 from ..lora import LoraResult
 from ..memory import rss_mb
 from .cards import card, duration, error_body, line, problem_list, told
 from .facts import size_text
+from .form import Made
 
 _STAGES = {
     "merging": "Merging",
@@ -74,7 +77,7 @@ def _done_word(job: Job) -> str:
 def _outcome(job: Job) -> str:
     """What came of a run that is over."""
     if job.state == "done":
-        return (_lora_result if isinstance(job.result, LoraResult) else _result)(job.result) + _log(job)
+        return _RESULTS[type(job.result)](job.result) + _log(job)
     if job.state == "stopped":
         after = f"stopped after {duration(job.seconds)}" if job.started else "stopped before it began"
         return line(f"{job.title}: {after}; nothing was written.") + _log(job)
@@ -131,7 +134,21 @@ def _lora_result(made: LoraResult) -> str:
     )
 
 
-def _cost(size: int, made: Result | LoraResult) -> str:
+def _fold_result(made: Folded) -> str:
+    return (
+        _path(made.output)
+        + line(f"{made.folded:,} modules folded, {made.copied:,} tensors copied")
+        + (line(made.rounding.describe()) if made.rounding else "")
+        + _cost(made.output_bytes, made)
+        + problem_list(told(made))
+    )
+
+
+# Type of a result -> what is said of it.
+_RESULTS: Mapping[type, Callable[[Any], str]] = {Result: _result, LoraResult: _lora_result, Folded: _fold_result}
+
+
+def _cost(size: int, made: Made) -> str:
     return line(f"{size_text(size)} in {duration(made.seconds)}, peak RAM {size_text(made.peak_rss_mb * 1e6)}")
 
 

@@ -53,8 +53,8 @@ class Field:
 
     @property
     def is_slot(self) -> bool:
-        """It is a model that the recipe knows by one capital letter."""
-        return self.kind == "model" and len(self.name) == 1
+        """It is a model that the recipe knows by a name in capitals."""
+        return self.kind == "model" and self.name.isupper()
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,16 @@ class Task:
     Attributes:
         id: the recipe's task.
         label: for people.
-        fields: the form, in reading order. Models named by one capital letter are slots of the recipe.
+        fields: the form, in reading order. Models named in capitals are slots of the recipe.
         methods: to choose from; none for tasks without, and for those with a field of that name.
         first_method: id of the one to start with.
         writes: which list of models the result belongs to.
         verb: on the button that starts it.
         ending: last word of the names that are proposed where there is no method.
         joined_by: stands between the inputs in such a name.
+        named_after: inputs that such a name tells; empty for all that are needed.
+        shaped_by: the model whose container, file or folder, a checkpoint that it makes has.
+        gpu: a checkpoint may be computed on a GPU.
     """
 
     id: TaskId
@@ -82,6 +85,9 @@ class Task:
     verb: str = "Merge"
     ending: str = ""
     joined_by: str = "+"
+    named_after: tuple[str, ...] = ()
+    shaped_by: str = "A"
+    gpu: bool = True
 
     def field(self, name: str) -> Field:
         """The field of that name."""
