@@ -13,6 +13,7 @@ from ..catalog import Catalog, refuse_missing, search
 from ..errors import CancelledError, FileError, MergeError
 from ..execute import Result
 from ..files.open import open_model
+from ..fold import Folded
 from ..history import Entry, History, Report, State, new_id
 from ..host import Host, Kind
 from ..presets import described, in_header, open_slots
@@ -82,6 +83,8 @@ def _said(made: Any) -> str:
     if isinstance(made, Result):
         counts = {"merged": made.merged, "copied": made.copied, "discarded": made.discarded}
         return ", ".join(f"{count:,} {action}" for action, count in counts.items() if count)
+    if isinstance(made, Folded):
+        return f"{made.folded:,} modules folded"
     modules = getattr(made, "modules", None)
     return f"{modules:,} modules" if isinstance(modules, int) else count_of(getattr(made, "rows", None) or ())
 
