@@ -31,7 +31,8 @@ def compiled(pattern: str, glob: bool) -> Match:
     try:
         expression = re.compile(source)
     except (re.error, OverflowError, RecursionError) as error:
-        hint = "with --glob, * and ? are wildcards" if "*" in pattern else None
+        globs = "with --glob, * and ? are wildcards"
+        hint = globs if "*" in pattern else "write \\ before [ ( + and their like to mean them"
         raise RecipeError(f"the pattern {pattern!r} is not a regular expression: {error}", hint=hint) from error
     if glob:
         return lambda key: expression.match(key) is not None

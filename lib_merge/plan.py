@@ -17,6 +17,7 @@ from .files.sidecar import sidecar_of, sidecar_problems
 from .files.sink import OutPart
 from .files.source import Part, Source
 from .files.target import target_problems
+from .kernels.registry import method
 from .metadata import header_metadata
 from .recipe import Recipe, called
 from .resolve import Resolved, resolve
@@ -154,7 +155,12 @@ def make_plan(
     sources = _open_all(recipe, files)
     resolved = resolve(recipe, sources)
     hashes = dict(known_hashes or {})
-    problems = [*_source_notes(sources), *_other_files(recipe, sources, hashes), *resolved.problems]
+    problems = [
+        *_source_notes(sources),
+        *_other_files(recipe, sources, hashes),
+        *resolved.problems,
+        *_without_effect(recipe, sources, resolved.steps),
+    ]
     base = base_slot(recipe)
     plan = Plan(
         resolved.recipe,
@@ -242,6 +248,19 @@ def wrong_file(slot: str, path: Path) -> Problem:
         str(path),
         hint="find the file that the recipe was made with",
     )
+
+
+def _without_effect(recipe: Recipe, sources: Mapping[str, Source], steps: Sequence[Step]) -> Iterable[Problem]:
+    """Runs that are allowed and change nothing, or less than their user may think."""
+    own = [(slot, sources[slot]) for slot in recipe.models if slot in sources]
+    for at, (slot, source) in enumerate(own):
+        if twin := next((name for name, other in own[:at] if other is source), None):
+            yield Problem("note", f"{called(twin)} and {called(slot)} are the same file", str(source.path))
+    merges = [step.merge for step in steps if step.merge is not None and step.action == "merged"]
+    strengths = {(node.method, method(node.method).strength) for node in merges}
+    if merges and all(node.params.get(method(node.method).strength) == 0 for node in merges):
+        told = " and ".join(sorted({name for _, name in strengths}))
+        yield Problem("note", f"{told} is 0 everywhere: the merge leaves model A as it is")
 
 
 def base_slot(recipe: Recipe) -> str:

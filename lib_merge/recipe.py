@@ -286,6 +286,9 @@ def _converted(document: object, where: object) -> Recipe:
         field = _full(document, place.rstrip("`"))
         choices = get_args(_CHOICES.get(field.rpartition(".")[2]))
         hint = f"choose one of: {', '.join(choices)}" if choices else None
+        if choices and where is None and "enum value" in what:  # from an option or an argument: no recipe was written
+            name = field.rpartition(".")[2].replace("_", " ")
+            raise RecipeError(f"{name} cannot be {what.split(maxsplit=3)[-1]}", hint=hint) from error
         shown = f"{field}: {what}" if field else what.replace("Object contains", "it has an")
         raise RecipeError(f"the recipe is not valid: {shown}", file=where, hint=hint) from error
     _check_names(recipe, where)

@@ -94,6 +94,20 @@ def test_merge_prints_what_it_did_for_people(files, tmp_path, done):
     assert hashlib.sha256((tmp_path / "two.safetensors").read_bytes()).hexdigest() in hashed
 
 
+def test_a_merge_that_can_change_nothing_is_told(files, tmp_path, done):
+    same = done("merge", files[0], files[0], "-o", tmp_path / "same.safetensors")
+    assert "note: model A and model B are the same file" in same
+    still = done("merge", *files[:2], "--alpha", 0, "-o", tmp_path / "still.safetensors")
+    assert "note: alpha is 0 everywhere: the merge leaves model A as it is" in still
+    some = done("merge", *files[:2], "--alpha", 0, "--rule", "weight: alpha=0.5", "-o", tmp_path / "some.safetensors")
+    assert "note: " not in some
+
+
+def test_what_did_not_happen_is_not_counted(files, tmp_path, done):
+    out = tmp_path / "copy.safetensors"
+    assert done("convert", files[0], "-o", out).startswith(f"wrote {out}: 4 tensors copied\n")
+
+
 def test_warnings_and_unused_keys_are_told(files, tmp_path, done):
     other = write(tmp_path / "d.safetensors", {IN: np.ones((6, 5), "<f2"), "extra": np.ones(2, "<f2")})
     found = done("merge", files[0], other, "-o", tmp_path / "out.safetensors", "--json")

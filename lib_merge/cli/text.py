@@ -18,10 +18,9 @@ _SHOWN_STEPS = 20
 
 def describe_result(made: Result) -> str:
     """What a run did, in a few lines."""
-    lines = [
-        f"wrote {made.output}: {made.merged} tensors merged, {made.copied} copied, {made.discarded} discarded, "
-        f"{len(made.unused)} unused"
-    ]
+    counts = {"merged": made.merged, "copied": made.copied, "discarded": made.discarded, "unused": len(made.unused)}
+    told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    lines = [f"wrote {made.output}: {told.replace(' ', ' tensors ', 1)}"]
     lines += [f"warning: {text}" for text in made.warnings]
     for problem in made.plan.problems:
         if problem.level == "note":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import Problem
+from .folders import WEIGHTS
 from .open import OUTPUT_SUFFIX
 
 # `.NAME.lib_merge-PID-HEX.part` must fit into one directory entry too.
@@ -57,7 +58,8 @@ def target_problems(
         yield error("the output has no name that a file can have", "give a file name after -o")
         return
     if not folder and target.suffix != suffix:
-        yield error(f"the output's name must end in {suffix}", f"write {target.name}{suffix}")
+        name = target.stem if target.suffix.lower() in WEIGHTS else target.name
+        yield error(f"the output's name must end in {suffix}", f"write {name}{suffix}")
     if folder and target.suffix == OUTPUT_SUFFIX:
         yield error("the model is a folder, so the output is a folder too", f"write {target.stem}")
     if len(os.fsencode(target.name)) > _LONGEST_NAME_BYTES:
