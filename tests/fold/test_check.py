@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 
 import numpy as np
@@ -14,7 +15,7 @@ from lib_merge.errors import FileError, MergeError
 from lib_merge.fold.check import passes
 from lib_merge.fold.measure import rms_ratio
 from tests.data.mlx_ref import DATA, dequantized, load, widened
-from tests.fold.making import DOWN, HEAD, ROUTER, Pair, Q, bf16, places
+from tests.fold.making import DOWN, HEAD, ROUTER, Pair, Q, bf16, entry, places, write_adapter
 
 PAIR = DATA / "pair"
 
@@ -131,6 +132,37 @@ def test_a_fold_with_another_rounding_fails(tmp_path):
     lib_merge.fold(pair.dense, pair.adapter(alpha=0), tmp_path / "out", quantize=pair.shipped, rounding="away")
     assert "groups" in failed(check(pair))
     assert "groups" not in failed(check(pair, rounding="away"))
+
+
+def test_the_worst_column_is_shown_and_never_a_gate(tmp_path):
+    """A change of one column widens its groups, whose steps become coarser: that is right, and nothing fails by it."""
+    pair = Pair(tmp_path)
+    down, up = np.zeros((1, 128), np.float32), np.ones((80, 1), np.float32)
+    down[0, 0] = 0.5
+    keys = (f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight")
+    rest = {}
+    for side, shape in (("A", (1, 256)), ("B", (48, 1))):
+        rest[f"base_model.model.{DOWN}.lora_{side}.weight"] = entry(np.full(shape, 1e-4, np.float32))
+    tensors = dict(zip(keys, (entry(down), entry(up)), strict=True)) | rest
+    adapter = write_adapter(tmp_path / "adapter", tensors, {"r": 1, "lora_alpha": 1})
+    lib_merge.fold(pair.dense, adapter, tmp_path / "out", quantize=pair.shipped)
+    found = check(pair)
+    ratio, module = found.worst_column
+    assert ratio > 2
+    assert module == Q
+    assert f"worst column: RMS folded/shipped {ratio:.4f} in {Q}" in found.describe()
+    assert "worst" not in " ".join(gate.name for gate in found.gates)
+    assert [gate.ok for gate in found.gates if gate.name != "RMS"] == [True] * 4
+
+
+@pytest.mark.parametrize("what", ["broken link", "pipe", "folder"])
+def test_anything_but_plain_files_in_the_output_fails(folded, what):
+    path = folded.root / "out" / "tokenizer.json"
+    path.unlink()
+    {"broken link": lambda: path.symlink_to("nowhere"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[what]()
+    found = check(folded)
+    assert failed(found) == ["files"]
+    assert "tokenizer.json" in found.describe()
 
 
 # Adapters without effect.

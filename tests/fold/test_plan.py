@@ -411,6 +411,15 @@ def test_a_shard_outside_of_its_folder_is_refused(pair):
         index.write_text(text)
 
 
+@pytest.mark.parametrize("which", ["dense", "shipped"])
+def test_a_shard_that_is_cut_off_is_refused_before_any_work(pair, which):
+    pair.adapter()
+    path = {"dense": pair.dense, "shipped": pair.shipped}[which] / "model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    problem = refused(pair)
+    assert path.name in f"{problem.file} {problem.what}"
+
+
 def test_tensors_that_overlap_are_refused(pair):
     pair.adapter()
     path = pair.shipped / "model-00001-of-00002.safetensors"
