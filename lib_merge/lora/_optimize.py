@@ -60,6 +60,7 @@ class Optimization:
         self._found: list[Relations] = []
         self._choices: list[Choice] = []
         self._output = 1.0
+        self._norms = [0.0] * len(groups)  # of the results, at an output strength of 1
 
     def jobs(self) -> list[Callable[[], Sequence[Module]]]:
         """One for each group; to be run after `prepare`."""
@@ -113,9 +114,11 @@ class Optimization:
         group, relations = self._groups[place], self._found[place]
         kernel = self._base.kernel(group) if self._base else ()
         if len(relations.members) < 2:
+            self._norms[place] = self._norm(place)
             module = combine(_strong(group, relations, self._output), self._ranks, kernel)
             return [replace(module, facts=self._facts(place, Blended(0.0)))]
         made, added = self._blended(place)
+        self._norms[place] = made.norm
         shape = () if added else whole_shape(group)
         facts = self._facts(place, made)
         module = stored(
@@ -139,16 +142,15 @@ class Optimization:
         counts: dict[str, int] = {}
         for choice in self._choices:
             counts[choice.strategy] = counts.get(choice.strategy, 0) + 1
-        notes = [*_advice.without_effect(counts, self._strengths, self._settings), *self._about_size(modules)]
+        notes = [*_advice.without_effect(counts, self._strengths, self._settings), *self._about_size()]
         return found + [Problem("note", text) for text in notes]
 
-    def _about_size(self, modules: Sequence[Module]) -> list[str]:
+    def _about_size(self) -> list[str]:
         if self._settings.output_strength is None:
             return [f"output strength {self._output:.3g}, the largest one that is advised"]
         if not self._output:
             return []
-        own = [module.size() / abs(self._output) for module in modules if module.facts]
-        largest = self._suggested(own) / abs(self._output)
+        largest = self._suggested(self._norms) / abs(self._output)
         return [f"the result can be used at strengths up to about {largest:.2g}"] if largest > 1 else []
 
 
