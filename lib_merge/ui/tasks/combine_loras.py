@@ -56,6 +56,18 @@ COMBINE_LORAS = Task(
             only_with=("auto",),
         ),
         Field(
+            "rules",
+            "Decide by",
+            "choice",
+            default="ordered",
+            choices=(
+                ("what conflict is beyond chance (ordered)", "ordered"),
+                ("the documented thresholds, taken literally (document)", "document"),
+            ),
+            section=OPTIMIZER,
+            only_with=("auto",),
+        ),
+        Field(
             "refinement",
             "Refinement",
             "choice",
