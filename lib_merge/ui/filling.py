@@ -118,7 +118,17 @@ def _hidden(task: Task, recipe: Recipe) -> Iterator[str]:
     """Names of the recipe's entries that differ from their defaults and have no field."""
     fields = {field.name: field for field in task.fields}
     plain, plain_output = Recipe(), Output()
-    known = fields.keys() | {"lib_merge", "task", "method", "params", "models", "output", "vae", "loras", "optimizer"}
+    known = (fields.keys() - set(OPTIMIZER_FIELDS)) | {
+        "lib_merge",
+        "task",
+        "method",
+        "params",
+        "models",
+        "output",
+        "vae",
+        "loras",
+        "optimizer",
+    }
     for name in recipe.__struct_fields__:
         if name not in known and getattr(recipe, name) != getattr(plain, name):
             yield name

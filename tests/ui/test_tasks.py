@@ -200,6 +200,7 @@ def test_what_a_form_cannot_show_is_refused(house):
         (lib_merge.Recipe(task="bake", models={"A": slot}, params={"x": 1.0}), "params.x"),
         (lib_merge.Recipe(task="lora_merge", method="kohya_merge"), "kohya_merge"),
         (lib_merge.Recipe(task="lora_merge", params={"dampening": 0.5}), "dampening"),
+        (lib_merge.Recipe(task="lora_merge", rules=(recipes.Rule(match="x", params={}),)), "rules"),
         (lib_merge.Recipe(task="lora_merge", loras=(recipes.Lora(file="a", key_filter="shared_only"),)), "key_filter"),
         (lib_merge.Recipe(task="lora_merge", output=recipes.Output(override_dtype=True)), "override_dtype"),
         (lib_merge.Recipe(task="lora_resize", loras=(recipes.Lora(file="a"), recipes.Lora(file="b"))), "loras"),
