@@ -15,6 +15,7 @@ from ..kernels.registry import Method
 from ..lora import LoraResult
 from ..plan import Plan
 from .facts import Facts, size_text
+from .spoken import spoken
 
 _SHOWN = 12
 _LEVELS = {"error": "Error", "warning": "Warning", "note": "Note"}
@@ -25,20 +26,27 @@ def idle_card() -> str:
     return card("status", "Ready", line("Choose models; the plan below says what will be done."), live=True)
 
 
-def plan_card(plan: Plan, facts: Sequence[tuple[str, Facts]], target: Path) -> str:
+def plan_card(
+    plan: Plan,
+    facts: Sequence[tuple[str, Facts]],
+    target: Path,
+    *,
+    replaces: bool = True,
+) -> str:
     """What a run would do.
 
     Args:
         plan: with all its problems.
         facts: (slot, what its header says).
         target: where the result goes.
+        replaces: a file that is there is overwritten.
     """
     counts = ", ".join(f"{count:,} {action}" for action, count in plan.counts.items() if count) or "nothing"
     body = [
         _models_table(facts),
         line(f"Tensors: {counts}"),
         line(f"Result: {size_text(plan.output_bytes)}, expected peak memory {size_text(plan.peak_bytes)}"),
-        _written(target),
+        _written(target, replaces),
         problem_list(plan.problems),
     ]
     verdict = "This cannot run" if plan.errors() else "Plan"
@@ -62,37 +70,44 @@ def _slot_text(slot: str) -> str:
     return f"LoRA {slot[4:]}" if slot.startswith("lora") else slot
 
 
-def _written(target: Path) -> str:
-    state = (
-        "replaces the file that is there" if os.path.exists(target) else "new"
-    )  # false, not an error, for a name that is too long
+def _written(target: Path, replaces: bool) -> str:
+    state = "new"
+    if os.path.exists(target):  # false, not an error, for a name that is too long
+        state = "replaces the file that is there" if replaces else "a file of that name is there"
+    elif not target.parent.is_dir():
+        state = "new, in a folder that is made for it"
     return (
         f"<p>Writes <code>{escape(target.name)}</code> ({state})<br><small>in {escape(str(target.parent))}</small></p>"
     )
 
 
-def planned_card(made: Result | LoraResult | Folded, facts: Sequence[tuple[str, Facts]]) -> str:
+def planned_card(
+    made: Result | LoraResult | Folded,
+    facts: Sequence[tuple[str, Facts]],
+    *,
+    replaces: bool = True,
+) -> str:
     """What a run that was only planned would do; closes the files of its plan."""
     if isinstance(made, Result):
         with closing(made.plan):
-            return plan_card(made.plan, facts, made.output)
+            return plan_card(made.plan, facts, made.output, replaces=replaces)
     if isinstance(made, Folded):
-        return _fold_card(made, facts)
+        return _fold_card(made, facts, replaces)
     body = [
         _models_table(facts),
         line(f"LoRA: {made.modules:,} modules" + (f", {made.copied:,} tensors copied" if made.copied else "")),
-        _written(made.output),
+        _written(made.output, replaces),
         problem_list(told(made)),
     ]
     return card("plan", "Plan", "".join(body))
 
 
-def _fold_card(made: Folded, facts: Sequence[tuple[str, Facts]]) -> str:
+def _fold_card(made: Folded, facts: Sequence[tuple[str, Facts]], replaces: bool) -> str:
     body = [
         _models_table(facts),
         line(f"{made.folded:,} modules are computed anew, {made.copied:,} tensors copied"),
         line(f"Result: {size_text(made.output_bytes)}, expected peak memory {size_text(made.expected_peak_bytes)}"),
-        _written(made.output),
+        _written(made.output, replaces),
         problem_list([*made.problems, *told(made)]),
     ]
     verdict = "This cannot run" if made.problems else "Plan"
@@ -122,9 +137,9 @@ def problem_list(problems: Iterable[Problem]) -> str:
     for problem in found[:_SHOWN]:
         where = " · ".join(part for part in (problem.file and Path(problem.file).name, problem.tensor) if part)
         items.append(
-            f"<li class='lm-{problem.level}'><b>{_LEVELS[problem.level]}:</b> {escape(problem.what)}"
+            f"<li class='lm-{problem.level}'><b>{_LEVELS[problem.level]}:</b> {escape(spoken(problem.what) or '')}"
             + (f" <small>{escape(where)}</small>" if where else "")
-            + (f"<br><small>{escape(problem.hint)}</small>" if problem.hint else "")
+            + (f"<br><small>{escape(spoken(problem.hint) or '')}</small>" if problem.hint else "")
             + "</li>"
         )
     if len(found) > _SHOWN:
@@ -163,8 +178,8 @@ def method_text(method: Method) -> str:
 def model_note(facts: Facts | None, error: MergeError | None) -> str:
     """The line below a model's list: what the file is, or why it cannot be used."""
     if error is not None:
-        hint = f" <small>{escape(error.hint)}</small>" if error.hint else ""
-        return f"<div class='lm-note lm-error'><b>!</b> {escape(error.what)}{hint}</div>"
+        hint = f" <small>{escape(spoken(error.hint) or '')}</small>" if error.hint else ""
+        return f"<div class='lm-note lm-error'><b>!</b> {escape(spoken(error.what) or '')}{hint}</div>"
     return f"<div class='lm-note'>{escape(facts.text)}</div>" if facts else ""
 
 

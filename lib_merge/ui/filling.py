@@ -94,6 +94,7 @@ def _number_text(value: float | None) -> str:
 # Recipe's value -> what stands in the field, where the two differ.
 _WRITERS: Mapping[str, Callable[[Any], Any]] = {
     "blocks": blocks.format,
+    "seed": str,
     "exclude": "\n".join,
     "discard": "\n".join,
     "only": lambda value: value or "",

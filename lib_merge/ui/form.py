@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 from .. import blocks
 from .. import recipe as recipes
 from ..changes import STRENGTH, named_loras
-from ..errors import MergeError, PlanError, RecipeError
+from ..errors import MergeError, OutputError, PlanError, RecipeError
 from ..execute import Result
 from ..fold import Folded
 from ..host import Host
@@ -83,9 +84,18 @@ class Request:
 
     def run(self, host: Host, **running: Any) -> Made:
         """Carry it out, or with `dry_run=True` only plan it; `running` as in `lib_merge.run`."""
+        if self.target.parent.is_dir():
+            return self._run(host, self.target, running)
+        if running.get("dry_run"):  # planned where there is a folder already
+            planned = self._run(host, _nearest(self.target.parent) / self.target.name, running)
+            return replace(planned, output=self.target)
+        with _made_folder(self.target.parent):
+            return self._run(host, self.target, running)
+
+    def _run(self, host: Host, target: Path, running: dict[str, Any]) -> Made:
         return run(
             self.recipe,
-            out=self.target,
+            out=target,
             files=self.files,
             overwrite=self.exists == "overwrite",
             number=self.exists == "number",
@@ -96,6 +106,33 @@ class Request:
             cache=host.hashes(),
             **running,
         )
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the next one above it that is there."""
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+@contextmanager
+def _made_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder for a result; those that are empty after an error are taken away again.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    new = [parent for parent in (folder, *folder.parents) if not os.path.lexists(parent)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "choose another name, or change the permissions"
+        raise OutputError(f"the folder cannot be made: {error.strerror}", file=folder, hint=hint) from error
+    try:
+        yield
+    except BaseException:
+        for made in new:
+            with suppress(OSError):
+                made.rmdir()
+        raise
 
 
 def request(task: Task, values: Values, host: Host) -> Request:
@@ -109,9 +146,9 @@ def request(task: Task, values: Values, host: Host) -> Request:
     loras, lora_files = _loras(task, values, host, files, wrong)
     fields: dict[str, Any] = {}
     for field in task.fields:
-        if field.name in _READERS and (not field.only_with or task.shows(field, values)):
+        if field.name in READERS and (not field.only_with or task.shows(field, values)):
             with _noted(wrong, field.name):
-                fields[field.name] = _READERS[field.name](values, task)
+                fields[field.name] = READERS[field.name](values, task)
     params = _params(task, values, wrong)
     if wrong:
         raise FormError(wrong)
@@ -265,10 +302,10 @@ def _read_blocks(values: Values, task: Task) -> dict[str, dict[str, Value]]:
 
 
 def _read_seed(values: Values, task: Task) -> int:
-    value = values["seed"]
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or int(value) != value:
-        raise RecipeError("the seed must be a whole number")
-    return int(value)
+    text = str(values["seed"] if values["seed"] is not None else "").strip()
+    if not re.fullmatch(r"\d{1,20}", text, re.ASCII):
+        raise RecipeError("the seed must be a whole number", hint="0 is as good as any")
+    return int(text)
 
 
 def _as_chosen(name: str) -> Callable[[Values, Task], Any]:
@@ -276,7 +313,7 @@ def _as_chosen(name: str) -> Callable[[Values, Task], Any]:
 
 
 # Field -> its value in the recipe.
-_READERS: Mapping[str, Callable[[Values, Task], Any]] = {
+READERS: Mapping[str, Callable[[Values, Task], Any]] = {
     "blocks": _read_blocks,
     "exclude": lambda values, task: tuple(split([values["exclude"] or ""])),
     "discard": lambda values, task: tuple(split([values["discard"] or ""])),

@@ -1,11 +1,15 @@
-"""LoRAs as lines of text, one each, and back: `FILE @ strength @ text encoders' strength: block weights`."""
+"""LoRAs as lines of text, one each, and back: `FILE @ strength @ text encoders' strength: block weights`.
+
+Tags of prompts, `<lora:name:0.8>`, are read too.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ..errors import RecipeError
 from ..host import Models
@@ -13,6 +17,8 @@ from ..recipe import Lora
 
 _NUMBER = r"\s*@\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*"
 _LINE = re.compile(rf"(?P<name>.+?){_NUMBER}(?:{_NUMBER})?(?::(?P<blocks>.*))?", re.IGNORECASE)
+# As prompts name LoRAs: <lora:name:0.8>, or with a second number for the text encoders first, as A1111 reads it.
+_TAG = re.compile(r"<(?:lora|lyco):([^:<>]+)(?::([^<>]*))?>", re.IGNORECASE)
 _HOW = "write FILE @ STRENGTH, or FILE @ STRENGTH @ STRENGTH OF THE TEXT ENCODERS"
 
 
@@ -43,12 +49,40 @@ def read(text: str, models: Models) -> tuple[Line, ...]:
     Raises:
         RecipeError, FileError: a line that cannot be read, or names no LoRA; says which.
     """
-    return tuple(_read(line, models) for line in names(text))
+    return tuple(found for line in names(text) for found in (_tags(line, models) or [_read(line, models)]))
 
 
 def names(text: str) -> Iterator[str]:
     """The lines that are not empty."""
     return (line.strip() for line in (text or "").splitlines() if line.strip())
+
+
+def _tags(line: str, models: Models) -> list[Line]:
+    """The LoRAs of a line of prompt tags; none where it is another line."""
+    if _TAG.sub("", line).strip(" ,"):
+        return []
+    return [_tag(found[1], found[2], models) for found in _TAG.finditer(line)]
+
+
+def _tag(name: str, numbers: str | None, models: Models) -> Line:
+    """One tag: the first number is the text encoders' strength, and the strength where there is no second one."""
+    try:
+        given = [float(number) for number in (numbers or "1").split(":")]
+    except ValueError:
+        given = []
+    if not 1 <= len(given) <= 2 or not all(map(math.isfinite, given)):
+        raise RecipeError(f"the strength in <lora:{name}:{numbers}> cannot be read", hint="write <lora:NAME:0.8>")
+    return Line(_resolved(name, models), given[-1], given[0] if given[0] != given[-1] else None, "")
+
+
+def _resolved(name: str, models: Models) -> Path:
+    """The LoRA of that name; its ending may be left out where one LoRA alone is called so."""
+    name = name.strip()
+    if name not in models.names:
+        whole = [other for other in models.names if PurePosixPath(other).with_suffix("").as_posix() == name]
+        same = whole or [other for other in models.names if PurePosixPath(other).stem == name]
+        name = same[0] if len(same) == 1 else name
+    return models.resolve(name)
 
 
 def _read(line: str, models: Models) -> Line:
@@ -58,9 +92,9 @@ def _read(line: str, models: Models) -> Line:
     if found is None and "@" in line:
         raise RecipeError(f"the strength in {line!r} cannot be read", hint=_HOW)
     if found is None:
-        return Line(models.resolve(line), 1.0, None, "")
+        return Line(_resolved(line, models), 1.0, None, "")
     name, strength, text, blocks = found.groups()
-    return Line(models.resolve(name), float(strength), None if text is None else float(text), (blocks or "").strip())
+    return Line(_resolved(name, models), float(strength), None if text is None else float(text), (blocks or "").strip())
 
 
 def write(loras: Iterable[tuple[str, Lora]]) -> str:

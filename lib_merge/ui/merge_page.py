@@ -21,7 +21,6 @@ from .widgets import Widget, choice
 # The run whose result is shown, among the values of the form.
 SHOWN = "shown"
 _READING = "Reading the folders …"
-_NOTHING_CHOSEN = "Choose models to see what will be done."
 
 
 class MergePage:
@@ -198,11 +197,13 @@ class MergePage:
             shown = {name: what for name, what in error.fields.items() if values.get(name) not in (None, "")}
             notes |= {self._note_of(made, name): cards.field_note(what) for name, what in shown.items()}
             notes |= self._runs.marked(values[SHOWN], None)
-            return {**notes, self._plan: cards.empty_plan_card(error.what if shown else _NOTHING_CHOSEN)}
+            missing = [made.label(name) for name in error.fields if name not in shown]
+            said = error.what if shown else f"Choose {', '.join(missing)} to see what will be done."
+            return {**notes, self._plan: cards.empty_plan_card(said)}
         except MergeError as error:
             return {**notes, **self._runs.marked(values[SHOWN], request), self._plan: cards.refusal_card(error)}
         notes |= self._runs.marked(values[SHOWN], request)
-        card = cards.planned_card(planned, list(known.items()))
+        card = cards.planned_card(planned, list(known.items()), replaces=request.exists == "overwrite")
         return {**notes, self._plan: card, self._of_result(NAME): gr.update(placeholder=planned.output.name)}
 
     def _note_of(self, made: TaskForm, name: str) -> Any:

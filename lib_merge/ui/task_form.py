@@ -41,15 +41,8 @@ class TaskForm:
     def _entry(self, field: Field, values: dict[str, Any]) -> None:
         """One entry of the first screen, in a box that is shown where the method takes it."""
         with gr.Column(visible=self.task.shows(field, values), elem_id=element(self.task, f"box_{field.name}")) as box:
-            if field.kind == "loras":
-                adder = widgets.model_list(
-                    self.task, replace(field, name="add_lora", label="Add a LoRA"), self._host, None
-                )
             start = self._base() if field.name == "A" and field.needed else None
-            self._add(widgets.entry(self.task, field, self._host, start))
-            if field.kind == "loras":
-                self.adders.append((adder.component, self.widgets[field.name].component))
-            self._note(field.name)
+            self._widget(field, start)
         self.boxes[field.name] = box
 
     def _base(self) -> str | None:
@@ -72,8 +65,17 @@ class TaskForm:
         name = title.lower().replace(" ", "_")
         with gr.Accordion(title, open=False, elem_id=element(self.task, f"section_{name}")):
             for field in fields:
-                self._add(widgets.entry(self.task, field, self._host))
-                self._note(field.name)
+                self._widget(field, None)
+
+    def _widget(self, field: Field, start: str | None) -> None:
+        """The component of a field and the line below it; LoRAs are chosen from a list, and become lines."""
+        if field.kind == "loras":
+            offered = replace(field, name="add_lora", label="Add a LoRA", needed=True)
+            adder = widgets.model_list(self.task, offered, self._host, None)
+        self._add(widgets.entry(self.task, field, self._host, start))
+        if field.kind == "loras":
+            self.adders.append((adder.component, self.widgets[field.name].component))
+        self._note(field.name)
 
     def _add(self, widget: Widget) -> None:
         self.widgets[widget.name] = widget

@@ -97,9 +97,7 @@ _PLAIN: Mapping[str, Callable[[Field, str], Any]] = {
     "check": lambda field, elem_id: gr.Checkbox(
         value=field.default, label=field.label, info=field.help or None, elem_id=elem_id
     ),
-    "whole number": lambda field, elem_id: gr.Number(
-        value=field.default, label=field.label, info=field.help or None, precision=0, elem_id=elem_id
-    ),
+    "whole number": _line,
 }
 
 

@@ -103,6 +103,10 @@ def test_the_plan_and_the_result(asked, tmp_path):
     assert "Warning:" in said
     replaced = text(cards.plan_card(plan.plan, known, tmp_path / "new.safetensors"))
     assert "replaces the file that is there" in replaced
+    kept = text(cards.plan_card(plan.plan, known, tmp_path / "new.safetensors", replaces=False))
+    assert "a file of that name is there" in kept
+    assert "replaces" not in kept
+    assert "in a folder that is made" in text(cards.plan_card(plan.plan, known, tmp_path / "sub" / "new.safetensors"))
     too_long = text(cards.plan_card(plan.plan, known, tmp_path / f"{'n' * 300}.safetensors"))
     assert "(new)" in too_long  # what refuses it is the run
     plan.plan.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -223,3 +224,46 @@ def test_recipe_text_is_a_recipe(host):
     asked = request(MERGE, filled(), host)
     assert recipes.from_json(form.recipe_text(asked)) == asked.recipe
     assert json.loads(form.recipe_text(asked))["models"]["A"]["file"] == "a.safetensors"
+
+
+def test_a_missing_folder_is_made_for_the_result_and_by_a_run_alone(host, tmp_path):
+    asked = request(MERGE, filled(name="new/mixes/one"), host)
+    planned = asked.run(host, dry_run=True)
+    planned.plan.close()
+    assert (planned.output, planned.plan.errors()) == (tmp_path / "models" / "new" / "mixes" / "one.safetensors", [])
+    assert not (tmp_path / "models" / "new").exists()
+    asked.check(host)
+    assert asked.run(host).output.exists()
+    broken = request(MERGE, filled(name="other/deep/one", exclude="no tensor has this name"), host)
+    broken = replace(broken, files={**broken.files, "B": tmp_path / "gone.safetensors"})
+    with pytest.raises(lib_merge.MergeError):
+        broken.run(host)
+    assert not (tmp_path / "models" / "other").exists()
+
+
+def test_loras_lie_on_top_of_a_merge(tmp_path):
+    from tests.test_bake import Q, V, base, lora
+
+    for name in ("models", "loras"):
+        (tmp_path / name).mkdir()
+    base(tmp_path / "models" / "a.safetensors")
+    base(tmp_path / "models" / "b.safetensors")
+    lora(tmp_path / "loras" / "ink.safetensors", Q, V)
+    host = standalone([tmp_path / "models"], [tmp_path / "loras"])
+    asked = request(MERGE, filled(loras="<lora:ink:0.5>", lora_alpha="2", name="tab"), host)
+    assert asked.recipe.loras == (recipes.Lora(file="ink.safetensors", strength=0.5, alpha=2.0),)
+    assert values_of(MERGE, asked.recipe, host)["loras"] == "ink.safetensors @ 0.5"
+    direct = lib_merge.run(
+        asked.recipe, out=tmp_path / "direct.safetensors", models=[tmp_path / "models", tmp_path / "loras"]
+    )
+    assert asked.run(host).output.read_bytes() == direct.output.read_bytes()
+    plain = request(MERGE, filled(name="plain"), host).run(host).output
+    assert plain.read_bytes() != direct.output.read_bytes()
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
+def test_every_entry_is_read_or_is_one_of_the_result(task):
+    """Each field fills something of the recipe: a model, LoRAs, a parameter, or an entry that has a reader."""
+    for field in task.fields:
+        known = field.kind in ("model", "loras") or field.param or field.name in form.READERS
+        assert known or field.name == "lora_alpha", field.name

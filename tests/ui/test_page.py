@@ -159,3 +159,17 @@ def test_loras_of_the_list_become_lines_and_the_plan_tells_of_them(tmp_path):
     shown = {component.elem_id: update for component, update in updates.items() if component.elem_id}
     assert shown["merge_generate"]["value"] == "Bake"
     assert shown["merge_name"]["placeholder"] == "base+ink baked.safetensors"
+
+
+def test_the_plan_names_the_models_that_are_missing(tab, host):
+    import gradio as gr
+
+    from lib_merge.ui.merge_page import MergePage
+    from lib_merge.ui.tasks.registry import TASKS
+
+    with gr.Blocks() as blocks:
+        page = MergePage(host, TASKS)
+        page.listen(blocks)
+    raw = [widget.component.value for _, _, widget in page._named]
+    raw[[(id, name) for id, name, _ in page._named].index(("merge", "B"))] = None
+    assert "Choose Model B to see" in page._replan(*raw)[page._plan]

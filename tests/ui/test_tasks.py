@@ -115,7 +115,7 @@ def test_there_and_back(house, task):
 def test_the_optimizer_s_fields_become_its_recipe_and_are_shown_again(house):
     entries = {"method": "auto", "scope": "global", "profile": "no_slerp", "refinement": "maximum", "sparsify": "dare"}
     entries["rules"] = "document"
-    entries |= {"density": "0.6", "smoothing": "0", "lossless": True, "auto_output_strength": True, "seed": 5}
+    entries |= {"density": "0.6", "smoothing": "0", "lossless": True, "auto_output_strength": True, "seed": "5"}
     asked = request(BY_ID["lora_merge"], filled("lora_merge", loras=LINES, name="tab", **entries), house.host)
     words = asked.recipe.optimizer
     assert (words.scope, words.profile, words.refinement, words.sparsify) == ("global", "no_slerp", "maximum", "dare")
@@ -234,12 +234,26 @@ def test_lines_of_loras(house, tmp_path):
         ("ink@0.5.safetensors", "ink@0.5.safetensors", 1.0, None, ""),
         ("ink@0.5.safetensors @ 2", "ink@0.5.safetensors", 2.0, None, ""),
         ("mira.safetensors @ 0.3", "mira.safetensors", 0.3, None, ""),
+        ("sub/mira @ 0.3", "mira.safetensors", 0.3, None, ""),
+        ("ink", "ink.safetensors", 1.0, None, ""),
+        ("<lora:mira:0.8>", "mira.safetensors", 0.8, None, ""),
+        ("<lora:sub/mira>,", "mira.safetensors", 1.0, None, ""),
+        ("<LoRA:ink:0.25:0.5>", "ink.safetensors", 0.5, 0.25, ""),  # A1111 reads the text encoders' strength first
     ]:
         (found,) = lora_lines.read(f"\n{line}\n\n", models)
         assert (found.path.name, found.strength, found.te_strength, found.blocks) == (
             name, strength, te_strength, blocks
         )  # fmt: skip
-    for wrong in ("ink.safetensors @", "ink.safetensors @ 1 @ 2 @ x", "@ 1"):
+    assert [line.strength for line in lora_lines.read("<lora:ink:1> <lora:mira:-0.5>", models)] == [1, -0.5]
+    for wrong in (
+        "<lora:ink:high>",
+        "<lora:ink:1:2:3>",
+        "<lora:inc:1>",
+        "<lora:ink:1> a cat",
+        "ink.safetensors @",
+        "ink.safetensors @ 1 @ 2 @ x",
+        "@ 1",
+    ):
         with pytest.raises((RecipeError, FileError)):
             lora_lines.read(wrong, models)
     assert lora_lines.read("\n \n", models) == ()

@@ -45,7 +45,7 @@ SAVE_DTYPE = Field(
     ),
 )
 OVERRIDE_DTYPE = Field("override_dtype", "Force that precision on every tensor", "check", default=False)
-SEED = Field("seed", "Seed of random methods", "whole number", default=0)
+SEED = Field("seed", "Seed of random methods", "whole number", default="0")
 
 LORAS = Field(
     "loras",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...kernels.registry import all_methods
 from ..task import FIRST_SCREEN, Field, Task
 from .fields import (
@@ -11,6 +13,8 @@ from .fields import (
     EXCLUDE,
     GLOB,
     INCLUDE_MODE,
+    LORA_ALPHA,
+    LORAS,
     MISMATCH,
     OVERRIDE_DTYPE,
     SAVE_DTYPE,
@@ -46,6 +50,8 @@ MERGE_CHECKPOINTS = Task(
             section=FIRST_SCREEN,
             needed=True,
         ),
+        replace(LORAS, label="LoRAs on top of the merge", section="LoRAs", needed=False),
+        replace(LORA_ALPHA, section="LoRAs"),
         BLOCKS,
         EXCLUDE,
         INCLUDE_MODE,
