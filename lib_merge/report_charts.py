@@ -50,6 +50,29 @@ QUANTITIES = (
     Quantity("max_diff", "largest difference", "largest |B − A| of a single weight, in units of the weights"),
 )
 
+# Columns of the reports on LoRAs and on folding -> what they say.
+DECIDED = {
+    "svd_error": "what the rank cannot hold, relative to the whole: 0 … 1",
+    "rank": "rank of the result",
+    "rank_before": "added ranks of the inputs",
+    "n": "number of inputs that change the tensor",
+    "conflict_expected": "sign conflict that chance alone would give: 0 … 1",
+    "ratio": "length of the largest input over that of the smallest",
+    "overlap": "shared part of the spaces that the inputs change: 0 none … 1 all",
+    "selfish_share": "share of the weights that one input dominates and that stay as it has them: 0 … 1",
+    "density": "share of the weights that were kept: 0 … 1",
+    "delta_step_ratio": "size of the change over the distance of two codes",
+    "codes_changed": "share of the codes that changed: 0 … 1",
+    "correlation": "of the wanted and the achieved change: 1 is all of it",
+    "rms_ratio": "RMS error of the result ÷ that of the quantized checkpoint it was folded into: 1 is as good",
+    "step": "distance of two codes, in units of the weights",
+}
+# Of a group of tensors they are the mean, weighted by the number of weights.
+MEANS = tuple(Quantity(column, column.replace("_", " "), text) for column, text in DECIDED.items())
+_SIGNED = ("cosine", "correlation")
+# Those that the sentence tells of.
+_SHARES = ("rel_change", "rel_diff", "svd_error")
+
 
 def finite(row: Row, column: str) -> bool:
     """True when the row holds a number there that is neither NaN nor infinite."""
@@ -63,8 +86,8 @@ def rel_change(row: Row) -> float:
 
 
 def measured(row: Row) -> bool:
-    """True when the tensor's difference to another model is in the row."""
-    return any(name.startswith("norm_diff") and finite(row, name) for name in row)
+    """True when the tensor's difference to another model, or what was decided on it, is in the row."""
+    return any((name.startswith("norm_diff") or name in DECIDED) and finite(row, name) for name in row)
 
 
 def quantities(rows: Sequence[Row]) -> list[Quantity]:
@@ -77,6 +100,7 @@ def quantities(rows: Sequence[Row]) -> list[Quantity]:
             Quantity(column, f"difference of {slot} ÷ A", f"‖{slot} − A‖ ÷ ‖A‖: how far {slot} is from A, 0 is equal")
             for column, slot in names.items()
         ),
+        *MEANS,
     ]
 
 
@@ -98,6 +122,7 @@ def aggregate(rows: Iterable[Row]) -> dict[str, float]:
         "max_change": _largest(chosen, "max_change"),
         "max_diff": _largest(chosen, "max_diff"),
         **{name: _share(chosen, name.replace("rel", "norm")) for name in donors},
+        **{name: _mean((row[name], row["numel"]) for row in chosen if finite(row, name)) for name in DECIDED},
     }
 
 
@@ -134,8 +159,12 @@ def _cosine(rows: Sequence[Row]) -> float:
 
 
 def main_quantity(rows: Sequence[Row]) -> Quantity:
-    """What the worst tensors are found by: the change where a result was written, the difference where not."""
-    return QUANTITIES[0] if any(finite(row, "norm_change") for row in rows) else QUANTITIES[1]
+    """What the worst tensors are found by: the change, or the difference, or the first that was decided on them."""
+    if any(finite(row, "norm_change") for row in rows):
+        return QUANTITIES[0]
+    if any(finite(row, "rel_diff") for row in rows):
+        return QUANTITIES[1]
+    return next((item for item in MEANS if any(finite(row, item.id) for row in rows)), QUANTITIES[1])
 
 
 def worst(rows: Sequence[Row]) -> list[Row]:
@@ -200,7 +229,7 @@ def _plain(value: float | None) -> float | None:
 
 def _ends(flat: Sequence[float], quantity: str) -> tuple[float, float]:
     """Where the colours begin and end: not at a few values far away from all others."""
-    if quantity == "cosine":
+    if quantity in _SIGNED:
         return flat[0], flat[-1]
     most = flat[int(_MOST * (len(flat) - 1))]
     return 0.0, most if len(flat) >= _MANY and 0 < _FAR * most < flat[-1] else flat[-1]
@@ -225,6 +254,8 @@ def _done(rows: Sequence[Row]) -> str:
 
 def _hurts(rows: Sequence[Row]) -> str:
     quantity = main_quantity(rows)
+    if quantity.id not in _SHARES:
+        return ""
     blocks = {name: group[quantity.id] for name, group in by_group(rows, "block").items()}
     blocks = {name: value for name, value in blocks.items() if value > 0}
     if not blocks:
@@ -232,6 +263,11 @@ def _hurts(rows: Sequence[Row]) -> str:
     total = aggregate(rows)
     top = max(blocks, key=lambda name: blocks[name])
     first = worst(rows)[0]
+    if quantity.id == "svd_error":
+        return (
+            f"What the rank cannot hold is {percent(total[quantity.id])} on average, most in block {top} "
+            f"({percent(blocks[top])}); it is largest at {first['key']} ({percent(first[quantity.id])})."
+        )
     if quantity.id == "rel_change":
         what, value = f"The result is {percent(total[quantity.id])}", rel_change(first)
     else:

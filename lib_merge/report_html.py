@@ -10,7 +10,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from .report_charts import Row, grid, main_quantity, rel_change, sentence, worst
+from .report_charts import DECIDED, Row, grid, main_quantity, rel_change, sentence, worst
 
 _TENSOR = {
     "key": "full name of the tensor",
@@ -39,25 +39,11 @@ _MEASURED = {
     "max_diff": "largest |B − A| of a single weight, in units of the weights",
     "sign_conflict": "share of the weights, both pushed, that B and C push in opposite directions: 0 … 1",
 }
-_DECIDED = {
+_CHOSEN = {
     "strategy": "how the group was merged",
-    "n": "number of inputs that change the tensor",
-    "conflict_expected": "sign conflict that chance alone would give: 0 … 1",
     "norms_in": "lengths of the inputs' changes at their strengths, in units of the weights",
-    "overlap": "shared part of the spaces that the inputs change: 0 none … 1 all",
-    "ratio": "length of the largest input over that of the smallest",
-    "selfish_share": "share of the weights that one input dominates and that stay as it has them: 0 … 1",
-    "density": "share of the weights that were kept: 0 … 1",
-    "rank": "rank of the result",
-    "rank_before": "added ranks of the inputs",
-    "svd_error": "what the rank cannot hold, relative to the whole: 0 … 1",
-    "step": "distance of two codes, in units of the weights",
-    "delta_step_ratio": "size of the change over the distance of two codes",
-    "codes_changed": "share of the codes that changed: 0 … 1",
-    "correlation": "of the wanted and the achieved change: 1 is all of it",
-    "rms_ratio": "RMS error of the result ÷ that of the quantized checkpoint it was folded into: 1 is as good",
 }
-MEANINGS = {**_TENSOR, **_MEASURED, **_DECIDED}
+MEANINGS = {**_TENSOR, **_MEASURED, **_CHOSEN, **DECIDED}
 
 _SAFE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 _WITHOUT_PLOTLY = "Drawn without plotly; where plotly is installed, the chart can be zoomed and saved."

@@ -13,6 +13,7 @@ from .history_page import HistoryPage
 from .merge_page import MergePage
 from .pages import Pages
 from .recipes_page import RecipesPage
+from .report_page import ReportPage
 from .tasks.registry import TASKS
 
 TITLE, ELEMENT = "Merge", "merge_tab"
@@ -31,11 +32,14 @@ def merge_tab(host: Host, css: str | None = None, js: str = "") -> Any:
             pages = Pages()
             with pages.page("merge", "Merge"):
                 merging = MergePage(host, TASKS)
+            with pages.page("report", "Report"):
+                report = ReportPage(host)
             with pages.page("recipes", "Recipes"):
                 recipes = RecipesPage(host)
             with pages.page("history", "History"):
                 history = HistoryPage(host)
         merging.listen(blocks)
+        report.listen(blocks, pages)
         recipes.listen(blocks, merging, pages)
         history.listen(blocks, merging, pages)
         add_endpoints(host)

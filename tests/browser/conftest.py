@@ -33,6 +33,7 @@ class Server:
     url: str
     models: Path
     log: Path
+    data: Path
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +59,12 @@ def server(request, tmp_path_factory, samples) -> Iterator[Server]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ["-m", "lib_merge.app", "--checkpoints", str(models), "--port", str(port)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "LIB_MERGE_CACHE": str(folder / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "LIB_MERGE_CACHE": str(folder / "cache"),
+        "LIB_MERGE_DATA": str(folder),
+    }
     log = folder / "log"
     with log.open("w") as said:
         process = subprocess.Popen(
@@ -67,7 +73,7 @@ def server(request, tmp_path_factory, samples) -> Iterator[Server]:
     url = f"http://127.0.0.1:{port}/"
     try:
         wait_for_page(process, url, log)
-        yield Server(url, models, log)
+        yield Server(url, models, log, folder)
     finally:
         process.kill()
         process.wait()

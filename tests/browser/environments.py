@@ -29,7 +29,7 @@ PINS: dict[str, tuple[str, ...]] = {
     "6.31.0": (),
 }
 # What lib_merge itself needs beside gradio and torch.
-OWN = ("click", "tqdm", "msgspec", "platformdirs", "safetensors", "pandas")
+OWN = ("click", "tqdm", "msgspec", "platformdirs", "safetensors", "pandas", "plotly")
 # The packages of torch that are linked from the running Python instead of being installed once more.
 _SHARED = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx")
 

@@ -102,6 +102,12 @@ class Tab:
         whole = re.compile(rf"^\W*{re.escape(text)}\s*$")
         return self.page.locator("li.item:visible, [role=option]:visible").filter(has_text=whole).first
 
+    def turn_to(self, title: str) -> None:
+        """Press the name of a page; some versions build a second, unseen row of names to measure it."""
+        named = self.page.locator(f"#merge_page_{title.lower()}-button")
+        plain = self.page.locator("#merge_pages > .tab-nav button").filter(has_text=title)
+        (named if named.count() else plain).last.click()
+
     def merge(self) -> None:
         self.page.click("#merge_generate")
 
@@ -133,6 +139,10 @@ class Tab:
     def wait_plan(self, *words: str) -> str:
         """Wait until the plan says one of these words."""
         return self._wait("#merge_plan", words)
+
+    def wait_text(self, where: str, *words: str) -> str:
+        """Wait until an element says one of these words; returns all that it says."""
+        return self._wait(where, words)
 
     def _wait(self, where: str, words: tuple[str, ...]) -> str:
         try:

@@ -1,0 +1,121 @@
+"""The pages beside the form: recipes, history and report, clicked on every gradio."""
+
+from __future__ import annotations
+
+import csv
+import time
+
+import pytest
+
+from lib_merge.presets import Presets, from_text
+from tests.browser.reports import NASTY, keep_large_report
+from tests.browser.tab import until
+
+pytestmark = pytest.mark.browser
+
+ALPHA = "#merge_merge_param_alpha input[type=number]"
+
+
+def radio(tab, where, text):
+    """An entry of a list of recipes or runs."""
+    return tab.page.locator(f"{where} label").filter(has_text=text).first
+
+
+def text_of(tab, where):
+    return tab.page.locator(f"{where} textarea, {where} input").first.input_value()
+
+
+def test_a_preset_is_loaded_changed_saved_shared_and_deleted(tab, server):
+    presets = Presets(server.data / "presets")
+    tab.open()
+    tab.choose("B", "style.safetensors")
+    tab.turn_to("Recipes")
+    radio(tab, "#merge_presets", "style-30-percent").click()
+    tab.wait_text("#merge_preset_said", "alpha 0.3")
+    tab.page.click("#merge_preset_load")
+    tab.wait_text("#merge_note_filled", "style-30-percent")
+    assert (tab.value("A"), tab.value("B")) == ("base.safetensors", "style.safetensors")
+    assert tab.page.locator(ALPHA).input_value() == "0.3"
+    tab.page.locator(ALPHA).fill("0.4")
+    tab.turn_to("Recipes")
+    tab.page.click("#merge_preset_take")
+    tab.wait_text("#merge_preset_said", "alpha 0.4")
+    tab.page.locator("#merge_preset_name textarea, #merge_preset_name input").first.fill("mine")
+    tab.page.click("#merge_preset_save")
+    tab.wait_text("#merge_preset_said", "Saved")
+    assert presets.load("mine").params == {"alpha": 0.4}
+    tab.page.locator("#merge_section_export button, #merge_section_export .label-wrap").first.click()
+    tab.page.click("#merge_preset_export")
+    until(lambda: text_of(tab, "#merge_preset_word").startswith("lib-merge-1."), tab.page)
+    assert from_text(text_of(tab, "#merge_preset_word")) == presets.load("mine")
+    # by keyboard: the button has the focus, a second press deletes
+    tab.page.focus("#merge_preset_delete")
+    tab.page.keyboard.press("Enter")
+    tab.wait_text("#merge_preset_said", "Delete it?")
+    assert "mine" in presets.all()
+    tab.page.keyboard.press("Enter")
+    tab.wait_text("#merge_preset_said", "Deleted")
+    assert "mine" not in presets.all()
+
+
+def test_a_run_is_found_in_the_history_verified_and_done_again(tab, server):
+    tab.open()
+    tab.choose("B", "portraits.safetensors")
+    tab.page.locator(ALPHA).fill("0.2")
+    tab.wait_plan("weighted_sum 0.2")
+    tab.merge()
+    tab.made("base+portraits weighted_sum 0.2")
+    tab.turn_to("History")
+    radio(tab, "#merge_runs", "base+portraits weighted_sum 0.2").click()
+    assert "alpha 0.2" in tab.wait_text("#merge_run_said", "alpha 0.2")
+    tab.page.click("#merge_run_verify")
+    assert "1,143 tensors" in tab.wait_text("#merge_run_checked", "Verified", "Different", "Not")
+    tab.page.click("#merge_run_again")
+    again = "base+portraits weighted_sum 0.2_1.safetensors"
+    tab.wait_text("#merge_status", again)
+    until(lambda: (server.models / again).exists(), tab.page)
+    first = server.models / "base+portraits weighted_sum 0.2.safetensors"
+    assert (server.models / again).read_bytes() == first.read_bytes()
+    tab.page.locator(ALPHA).fill("0.9")
+    tab.turn_to("History")
+    radio(tab, "#merge_runs", "weighted_sum 0.2").click()
+    tab.wait_text("#merge_run_said", "alpha 0.2")
+    tab.page.click("#merge_run_load")
+    tab.wait_text("#merge_note_filled", "the run of")
+    until(lambda: tab.page.locator(ALPHA).input_value() == "0.2", tab.page)
+
+
+def test_a_report_of_thousands_of_rows_is_shown_and_the_page_goes_on(tab, server):
+    entry = keep_large_report(server.data)
+    tab.open("?__theme=dark")
+    # the longest time in which the page answered nothing
+    tab.page.evaluate(
+        "() => { let last = performance.now(); window.longest = 0; const look = () => { const now = performance.now();"
+        " window.longest = Math.max(window.longest, now - last); last = now; setTimeout(look, 10) }; look() }"
+    )
+    begun = time.monotonic()
+    tab.turn_to("Report")
+    assert "away from A" in tab.wait_text("#merge_report_said", "away from A")
+    tab.page.wait_for_selector("#merge_report_heatmap .main-svg")
+    shown_s, longest_ms = time.monotonic() - begun, tab.page.evaluate("window.longest")
+    print(f"\nreport shown after {shown_s:.1f} s, the page answered nothing for {longest_ms:.0f} ms at most")
+    assert longest_ms < 5000  # 200 to 900 on a quiet machine; what 2,500 rows in the page would take is far more
+    said = tab.page.locator("#merge_report_said").first.inner_text()
+    assert NASTY in said
+    assert tab.page.evaluate("window.xss") is None
+    assert not tab.page.locator("#merge_root img[src=x]").count()
+    # another quantity, a tensor of the table, the whole table as a file
+    tab.page.click("#merge_report_quantity input")
+    tab.entry("cosine").click()
+    tab.wait_text("#merge_report_heatmap", "cosine")
+    cell = tab.page.locator("#merge_report_table td:visible").filter(has_text="weight").nth(3)
+    key = cell.inner_text().strip()
+    cell.click()
+    until(lambda: tab.page.locator("#merge_report_tensor input").first.input_value() == key, tab.page)
+    tab.page.click("#merge_report_csv")
+    link = tab.page.locator("#merge_report_file a[href]").first
+    address = link.get_attribute("href")
+    text = tab.page.evaluate("async address => (await fetch(address)).text()", address)
+    rows = list(csv.DictReader(text.splitlines()))
+    assert len(rows) == int(entry.said.split()[0].replace(",", ""))
+    assert float(rows[0]["norm_a"]) > 0
