@@ -18,7 +18,8 @@ NASTY = "<img src=x onerror=window.xss=1>"
 
 def large_rows() -> list[dict]:
     """More than 2,000 rows under SDXL's names; the first one has the largest change, and a name that is no name."""
-    tensors = {key: (dtype, tuple(shape)) for key, (dtype, shape) in json.loads(gzip.open(_TOPOLOGY).read()).items()}
+    text = gzip.decompress(_TOPOLOGY.read_bytes())
+    tensors = {key: (dtype, tuple(shape)) for key, (dtype, shape) in json.loads(text).items()}
     found, draw = detect(tensors), random.Random(0)
     rows = []
     for key, (dtype, shape) in tensors.items():

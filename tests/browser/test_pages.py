@@ -62,7 +62,7 @@ def test_a_run_is_found_in_the_history_verified_and_done_again(tab, server):
     tab.open()
     tab.choose("B", "portraits.safetensors")
     tab.page.locator(ALPHA).fill("0.2")
-    tab.wait_plan("weighted_sum 0.2")
+    tab.wait_plan("merged")
     tab.merge()
     tab.made("base+portraits weighted_sum 0.2")
     tab.turn_to("History")
