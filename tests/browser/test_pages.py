@@ -108,7 +108,8 @@ def test_a_report_of_thousands_of_rows_is_shown_and_the_page_goes_on(tab, server
     tab.page.click("#merge_report_quantity input")
     tab.entry("cosine").click()
     tab.wait_text("#merge_report_heatmap", "cosine")
-    cell = tab.page.locator("#merge_report_table td:visible").filter(has_text="weight").nth(3)
+    cells = "#merge_report_table td:visible, #merge_report_table [role=gridcell]:visible"
+    cell = tab.page.locator(cells).filter(has_text="weight").nth(3)
     key = cell.inner_text().strip()
     cell.click()
     until(lambda: tab.page.locator("#merge_report_tensor input").first.input_value() == key, tab.page)
