@@ -317,6 +317,9 @@ def described(recipe: Recipe) -> str:
         if (value := getattr(recipe, name)) != getattr(plain, name):
             said.append(f"{name} {value}")
     said += [recipe.output.save_dtype] if recipe.output.save_dtype != plain.output.save_dtype else []
+    chosen = recipe.optimizer
+    fields = [name for name in chosen.__struct_fields__ if getattr(chosen, name) != getattr(plain.optimizer, name)]
+    said += [f"{name} {getattr(chosen, name)}" for name in fields]
     said += [f"{slot} {_model(model)}" for slot, model in sorted(recipe.models.items())]
     said += [f"VAE {_model(recipe.vae)}"] if recipe.vae else []
     return "; ".join([*said, *(f"LoRA {lora.file} {lora.strength:g}" for lora in recipe.loras)])

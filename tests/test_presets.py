@@ -25,7 +25,7 @@ from lib_merge.presets import (
     shared_text,
     shipped_folder,
 )
-from lib_merge.recipe import Lora, Recipe, Slot, from_json, to_json
+from lib_merge.recipe import Lora, Optimizer, Recipe, Slot, from_json, to_json
 
 pytestmark = pytest.mark.portable
 
@@ -226,6 +226,8 @@ def test_a_line_tells_what_a_recipe_does():
         "merge weighted_sum; alpha 0.25; blocks IN00-IN05=0.2; not ^first_stage_model; "
         "A base.safetensors; B stylé.safetensors; LoRA ink.safetensors 0.5"
     )
+    optimized = Recipe(task="lora_merge", method="auto", optimizer=Optimizer(rules="document"))
+    assert described(optimized) == "lora_merge auto; rules document"
     assert described(Recipe(task="convert", only="unet", models={"A": None})) == "convert; only unet; A open"
 
 
