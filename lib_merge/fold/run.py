@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .rounding import AUTO, CHOICES, Choice, choose
 from .work import TILE, Factors, Rows, Worker, joined, read_leaves, row_tiles
 
 _BASE_BYTES = 230_000_000  # of a process that has loaded torch
+_COMPILER_BYTES = 110_000_000  # of numba
 _TILE_BYTES = 48 << 20  # that one thread works with
 
 
@@ -180,7 +182,8 @@ def _peak_bytes(plan: FoldPlan, threads: int | None) -> int:
     """Expected peak resident memory of the process, torch included."""
     count = threads or default_threads()
     factors = max(8 * module.change.rank * sum(module.change.shape) for module in plan.modules if module.change)
-    return _BASE_BYTES + count * _TILE_BYTES + (count + 1) * factors
+    base = _BASE_BYTES + (_COMPILER_BYTES if find_spec("numba") else 0)
+    return base + count * _TILE_BYTES + (count + 1) * factors
 
 
 def _carry_out(plan: FoldPlan, target: Path, choice: Choice, round_dense: bool, how: Running) -> Gathered:
