@@ -23,7 +23,7 @@ TOPOLOGIES = Path(__file__).parent / "topologies"
 MODELS = {"sd15": "sd15_ldm", "sdxl_unet": "sdxl_unet", "sdxl": "sdxl_base_sgm"}
 # Checkpoint -> a LoRA for it.
 LORAS = {"sdxl": "lora_kohya_sdxl_r16", "sd15": "lora_kohya_sd15_r16"}
-SIGMA_FACTOR, LORA_ALPHA = 0.03, 8.0
+SIGMA_FACTOR, LORA_ALPHA, LORA_RANK = 0.03, 8.0, 16
 SIGMA, SIGMA_DIFFERENCE, SEED = 0.02, 0.002, 20
 TILE = 1 << 20
 SIZES = {"I64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -129,12 +129,15 @@ def build_base(model: str, folder: Path) -> Path:
     return _build(folder / f"{model}_a.safetensors", tensors, (a for a, _ in tiles(tensors)))
 
 
-def build_loras(model: str, folder: Path, count: int) -> list[Path]:
+def build_loras(model: str, folder: Path, count: int, rank: int = LORA_RANK) -> list[Path]:
     """Make LoRAs for a model unless they are there: factors ~ N(0, 0.03), alpha 8, real names and shapes."""
-    tensors = topology(LORAS[model])
+    tensors = {
+        key: (dtype, [rank if size == LORA_RANK else size for size in shape])
+        for key, (dtype, shape) in topology(LORAS[model]).items()
+    }
+    name = f"{model}_lora" if rank == LORA_RANK else f"{model}_lora_r{rank}_"
     return [
-        _build(folder / f"{model}_lora{number}.safetensors", tensors, _factors(tensors, number))
-        for number in range(count)
+        _build(folder / f"{name}{number}.safetensors", tensors, _factors(tensors, number)) for number in range(count)
     ]
 
 
@@ -159,6 +162,13 @@ def _build(path: Path, tensors: Topology, data: Iterator[npt.NDArray[Any]]) -> P
         os.fsync(file.fileno())
     part.replace(path)
     return path
+
+
+def write_tensors(path: Path, tensors: dict[str, npt.NDArray[np.float16]]) -> Path:
+    """A file of half-precision tensors, made anew."""
+    path.unlink(missing_ok=True)
+    named: Topology = {key: ("F16", list(array.shape)) for key, array in tensors.items()}
+    return _build(path, named, iter(tensors.values()))
 
 
 def main() -> None:

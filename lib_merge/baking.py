@@ -7,6 +7,7 @@ of a result do not either: a product of matrices may round differently when it i
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,8 +24,11 @@ from .steps import Baked, Change, sliced_roles
 from .tiles import bake_rows
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
+_ROOM_BYTES = 4 << 20
+_ROOMS = threading.local()
 _STAGES = ("replace", "add", "multiply", "dora")
 
 
@@ -248,6 +252,13 @@ def _changes(part: Tensor) -> bool:
     return part.numel() > 0 and (bool(part[0, 0]) or bool(part.any()))
 
 
+def _room() -> NDArray[np.uint8]:
+    """Memory for the bytes of a part until they are numbers; one for each thread."""
+    if not hasattr(_ROOMS, "memory"):
+        _ROOMS.memory = np.empty(_ROOM_BYTES, np.uint8)
+    return _ROOMS.memory  # type: ignore[no-any-return]
+
+
 def load_part(source: Source, key: str, number: torch.dtype, first: int = 0, count: int | None = None) -> Tensor:
     """A tensor of an adapter; floats in the dtype asked for, integers as they are.
 
@@ -265,7 +276,9 @@ def load_part(source: Source, key: str, number: torch.dtype, first: int = 0, cou
     dtype = DTYPES[info.dtype]
     shape = info.shape if count is None else (count, *info.shape[1:])
     row = math.prod(info.shape[1:]) * dtype.bits // 8
-    raw = np.empty(math.prod(shape) * dtype.bits // 8, np.uint8)
+    size = math.prod(shape) * dtype.bits // 8
+    kept = not is_float(info.dtype) or getattr(torch, dtype.torch) == number  # what is read is what is given back
+    raw = np.empty(size, np.uint8) if kept or size > _ROOM_BYTES else _room()[:size]
     source.read_into(key, first * row, raw.data)
     if is_float(info.dtype) and not bits_finite(raw, dtype.bits, dtype.unbounded):
         raise NumberError(

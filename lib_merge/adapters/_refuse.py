@@ -31,7 +31,12 @@ _KEYS: tuple[tuple[str, str, str], ...] = (
     (r"(?:shira_weight|road_theta|delora_[AB]|poly_lora_[AB])(?:\.[\w-]+)*", "of a rare kind of PEFT", _MERGE),
 )  # fmt: skip
 _REFUSED = tuple((re.compile(f"(?:{end})$"), name, hint) for end, name, hint in _KEYS)
-_ANY = re.compile("|".join(f"(?:{end})$" for end, _, _ in _KEYS))
+# Words of which each pattern has one: to look for them takes a tenth of the time.
+_MARKS = (
+    *("q_layer", "p_layer", "lambda_layer", "lora_A.", "lora_B.", "vera_", "fourierft", "waveft", "c3a_", "vblora"),
+    *("randlora", "lora_latent_mapping", "lora_E", "prompt_embeddings", "trainable_tokens", "smooth_factor"),
+    *("proj_down", "wscales", "oft_r", "bone_", "miss_", "shira_", "road_", "delora_", "poly_lora"),
+)
 
 KINDS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA")
 # Starts of `init_lora_weights` whose raw adapter belongs to a base that was changed when training began.
@@ -45,7 +50,7 @@ def refuse_keys(keys: Iterable[str]) -> None:
         MergeError: names the kind and the first tensor that shows it.
     """
     for key in keys:
-        if _ANY.search(key):
+        if any(mark in key for mark in _MARKS):
             for pattern, name, hint in _REFUSED:
                 if pattern.search(key):
                     raise MergeError(f"the adapter is {name}: it cannot be put into weights", tensor=key, hint=hint)

@@ -215,7 +215,7 @@ def _number(name: str, text: str | None) -> float | Literal["auto"] | None:
 def finish(work: Callable[[dict[str, Any]], LoraResult], options: dict[str, Any]) -> None:
     """Run a command with its common options and print what came of it."""
     as_json, report_path, how = asked(options)
-    how["out"] = how.pop("output")
+    how["out"], how["report"] = how.pop("output"), report_path is not None
     with Bar() as bar:
         made = work({**how, "on_progress": bar})
     if report_path is not None:

@@ -94,7 +94,7 @@ OUT_RULES = starting(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is there once; hashing all its rules would take longer than using them
 class Family:
     """One kind of model.
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PARAMS = ("rank", "conv_rank", "keep", "clamp", "exact", "store_diffs", "min_diff")
 _RANK, _CONV_RANK = 64, 32
+_AT_ONCE = 1 << 20
 # Looked up, not multiplied: a product of factors cannot stand for them in any loader.
 _TABLES = ("token_embedding", "position_embedding", "positional_embedding", "embed_tokens", "wte", "wpe", "shared")
 _PARTS = ("unet", "llm", "te1", "te2", "te3")
@@ -153,8 +154,8 @@ class _Difference:
         """The modules of one tensor; none where nothing changed."""
         wide = "F64" in (self.tuned.tensors[key].dtype, self.base.tensors[other].dtype)
         number = torch.float64 if wide else torch.float32
-        change = load_part(self.tuned, key, number) - load_part(self.base, other, number)
-        largest = float(change.abs().amax()) if change.numel() else 0.0
+        change = self._change(key, other, number)
+        largest = max(float(change.amax()), -float(change.amin())) if change.numel() else 0.0
         if largest == 0 or largest <= self.wishes.min_diff:
             return []
         written = self.names.write(key, self.style)
@@ -163,6 +164,17 @@ class _Difference:
             self.lost.append(_lost(key, component, change, written))
             return []
         return [self._module(name, change, component, key, low_rank) for name in written]
+
+    def _change(self, key: str, other: str, number: torch.dtype) -> Tensor:
+        """Tuned minus base, with a few rows of the base in memory at a time."""
+        change = load_part(self.tuned, key, number)
+        if not change.dim():
+            return change - load_part(self.base, other, number)
+        step = max(1, _AT_ONCE // max(1, math.prod(change.shape[1:])))
+        for first in range(0, len(change), step):
+            rows = change[first : first + step]
+            rows -= load_part(self.base, other, number, first, len(rows))
+        return change
 
     def _module(self, name: Written, change: Tensor, component: str, key: str, low_rank: bool) -> Module:
         rows = change if name.rows is None else change[name.rows[0] : sum(name.rows)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..adapter_facts import stored_alphas
 from ..adapters import FORMATS, Adapter, Piece
 from ..baking import load_part
 from ..changes import read_lora
@@ -56,7 +58,16 @@ class Input:
         """
         wide = any(self.source.tensors[key].dtype == "F64" for key in piece.keys.values())
         number = torch.float64 if wide else torch.float32
-        return {role: load_part(self.source, key, number) for role, key in piece.keys.items()}
+        parts = {}
+        for role, key in piece.keys.items():
+            known = self.alphas.get(key) if role == "alpha" else None
+            parts[role] = load_part(self.source, key, number) if known is None else torch.tensor(known, dtype=number)
+        return parts
+
+    @cached_property
+    def alphas(self) -> Mapping[str, float]:
+        """Key -> value of the alphas that scale factors."""
+        return stored_alphas(self.source, self.adapter.pieces)
 
     def is_linear(self, piece: Piece) -> bool:
         """Whether the piece is a sum that needs no base to be known."""

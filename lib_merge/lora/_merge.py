@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ..adapter_facts import stored_alphas, zero_alphas
+from ..adapter_facts import zero_alphas
 from ..adapters import FORMATS, Piece
 from ..errors import Problem, RecipeError
 from ..files.source import Source
@@ -128,7 +128,7 @@ def _notes(inputs: Sequence[Input]) -> list[Problem]:
         if item.adapter.leftover:
             what = f"{name}: {len(item.adapter.leftover)} tensors belong to nothing and are not used"
             found.append(Problem("warning", what, str(item.path), item.adapter.leftover[0]))
-        found += zero_alphas(name, item.source, stored_alphas(item.source, item.adapter.pieces))
+        found += zero_alphas(name, item.source, item.alphas)
         if not item.lora.strength and not item.lora.te_strength:
             found.append(Problem("note", f"{name} has strength 0: it takes no part", str(item.path)))
     families = {item.found.id: item for item in inputs if item.found.family is not None}

@@ -12,7 +12,7 @@ from ..metadata import header_metadata
 from ..recipe import Recipe
 from ._inputs import Input
 from ._module import Module
-from ._output import Stored, data_hash
+from ._output import NO_HASH, Stored, with_hash
 
 _NETWORK = "networks.lora"
 # Fields of the inputs that hold for the result where all inputs agree.
@@ -80,7 +80,7 @@ def build(
     hashes: Mapping[str, str],
     keep_recipe: bool,
 ) -> dict[str, str]:
-    """The whole header of the result; strings only.
+    """The whole header of the result, with place holders for its own hash; strings only.
 
     Args:
         recipe: complete.
@@ -93,8 +93,7 @@ def build(
     """
     texts = [item.source.metadata for item in inputs]
     own = {**common(texts), **ranks(modules), **triggers(texts), "modelspec.sai_model_spec": "1.0.1"}
-    digest = data_hash(result)
-    own |= {"modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest}
+    own = with_hash(own, NO_HASH)
     if keep_recipe and inputs:
         own["modelspec.merged_from"] = ", ".join(Path(item.source.name).stem for item in inputs)
     if result.config is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PEFT_STEM = "base_model.model."
+# Stands in for a sha256 that is not known yet.
+NO_HASH = "0" * 64
 _WEIGHTS = "adapter_model.safetensors"
 
 
@@ -119,7 +122,7 @@ def write(target: Path, result: Stored, metadata: Mapping[str, str], how: Runnin
     Args:
         target: `.safetensors` file, or a folder for PEFT.
         result: what to write.
-        metadata: of the header, complete.
+        metadata: of the header, with a place holder for the hash of the data, which is computed meanwhile.
         how: overwrite, fsync, cancel.
 
     Raises:
@@ -135,7 +138,11 @@ def write(target: Path, result: Stored, metadata: Mapping[str, str], how: Runnin
     shapes = {key: (dtype, tuple(tensor.shape)) for key, (dtype, tensor) in result.tensors.items()}
     part = OutPart(_WEIGHTS if folder else target.name, "", shapes, metadata)
     sweep(target.parent)
-    with FileSink(target, [part], folder=folder, overwrite=how.overwrite, fsync=how.fsync) as sink:
+    with (
+        ThreadPoolExecutor(1) as beside,
+        FileSink(target, [part], folder=folder, overwrite=how.overwrite, fsync=how.fsync) as sink,
+    ):
+        digest = beside.submit(data_hash, result)
         for key, (_, tensor) in result.tensors.items():
             if how.cancel.cancelled:
                 raise CancelledError("the run was stopped")
@@ -143,13 +150,18 @@ def write(target: Path, result: Stored, metadata: Mapping[str, str], how: Runnin
         if folder:
             text = json.dumps(result.config, indent=2, ensure_ascii=False) + "\n"
             sink.add_file(ADAPTER_CONFIG, text.encode())
-        sink.publish([metadata])
+        sink.publish([with_hash(metadata, digest.result())])
 
 
 def raw(tensor: Tensor) -> memoryview:
     """A tensor's bytes."""
     flat: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return flat
+
+
+def with_hash(metadata: Mapping[str, str], digest: str) -> dict[str, str]:
+    """Metadata with the sha256 of the result's own data; of one length with any."""
+    return {**metadata, "modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest}
 
 
 def data_hash(result: Stored) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..adapter_facts import stored_alphas, zero_alphas
+from ..adapter_facts import zero_alphas
 from ..adapters import FORMATS
 from ..baking import load_part
 from ..errors import Problem, RecipeError
@@ -72,7 +72,7 @@ def resize_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
         raise RecipeError("the LoRA has no low-rank modules that could be resized", file=item.path)
     rank_of = _rule(method, recipe.params)
     problems = [Problem("note", text, str(item.path)) for text in item.adapter.notes]
-    problems += zero_alphas(item.lora.file, item.source, stored_alphas(item.source, item.adapter.pieces))
+    problems += zero_alphas(item.lora.file, item.source, item.alphas)
     if left:
         kinds = ", ".join(sorted({FORMATS[piece.format].label for piece in left}))
         problems.append(

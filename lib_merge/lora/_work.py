@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,8 @@ class LoraResult:
         worst: (module, its relative error), the largest one.
         ranks: rank -> number of modules.
         strategies: how LoRAs were put together -> number of modules; empty for other tasks.
-        rows: report, one row for each module and one for each difference that the result cannot hold.
+        rows: report, one row for each module, with its norm if the report was asked for or something
+            was cut, and one for each difference that the result cannot hold.
         seconds: wall time.
         peak_rss_mb: peak memory of this process so far.
     """
@@ -160,7 +161,7 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     _refuse(work, how)
     _output.check_target(target, {slot: source.path for slot, source in work.sources.items()}, work.nbytes, how)
     if how.dry_run:
-        return _result(work, target, [], None, 0.0)
+        return _result(work, target, [], how)
     modules, saturated = compute(work, how)
     if not modules and not work.kept:
         raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
@@ -174,7 +175,8 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     how.on_progress(Progress("publishing", result.nbytes, result.nbytes))
     _output.write(target, result, metadata, how)
     sha256 = how.cache.compute_source(open_model(target)) if how.hash else None
-    return _result(work, target, modules, sha256, time.perf_counter() - start, result)
+    told = _result(work, target, modules, how, result)
+    return replace(told, sha256=sha256, seconds=time.perf_counter() - start)
 
 
 def compute_stored(work: Work, how: Running) -> _output.Stored:
@@ -247,17 +249,17 @@ def _check_unchanged(sources: Mapping[str, Source]) -> None:
             raise FileError("the file was written to while it was read", file=changed, hint=hint)
 
 
-def _result(
-    work: Work, target: Path, modules: Sequence[Module], sha256: str | None, seconds: float, result: Any = None
-) -> LoraResult:
-    rows = [_row(module, work) for module in modules]
-    sizes = [row["norm_out"] for row in rows]
+def _result(work: Work, target: Path, modules: Sequence[Module], how: Running, result: Any = None) -> LoraResult:
+    # Sizes take as long as half of an exact sum: only where somebody looks at them.
+    measured = how.report or any(module.error for module in modules)
+    sizes = [module.size() if measured else math.nan for module in modules]
+    rows = [_row(module, work, size) for module, size in zip(modules, sizes, strict=True)]
     # The cut part is orthogonal to what is left: ‖M‖² = ‖M_r‖²/(1 − e²).
-    wholes = [
+    wholes: list[float] = [
         size**2 / (1 - module.error**2) if module.error < 1 else 0.0
         for size, module in zip(sizes, modules, strict=True)
     ]
-    lost = sum(whole * module.error**2 for whole, module in zip(wholes, modules, strict=True))
+    lost = math.fsum(whole * module.error**2 for whole, module in zip(wholes, modules, strict=True))
     worst = max(modules, key=lambda module: module.error, default=None)
     counts: dict[int, int] = {}
     for module in modules:
@@ -271,13 +273,11 @@ def _result(
         unused=work.unused,
         warnings=(*_warnings(work), *_late(work, result)),
         notes=tuple(problem.what for problem in work.problems if problem.level == "note"),
-        error=math.sqrt(lost / sum(wholes)) if sum(wholes) else 0.0,
+        error=math.sqrt(lost / math.fsum(wholes)) if measured and any(wholes) else 0.0,
         worst=(worst.stem, worst.error) if worst and worst.error else ("", 0.0),
         ranks=counts,
         strategies=dict(sorted(strategies.items())),
         rows=[*rows, *(full(row, work.found) for row in sorted(work.rows, key=lambda row: str(row["key"])))],
-        sha256=sha256,
-        seconds=seconds,
         peak_rss_mb=peak_rss_mb(),
         output_bytes=result.nbytes if result is not None else work.nbytes,
     )
@@ -300,7 +300,7 @@ def _late(work: Work, result: Any) -> Iterator[str]:
         yield f"{result.saturated} values were beyond fp8 and cut to its largest one"
 
 
-def _row(module: Module, work: Work) -> dict[str, Any]:
+def _row(module: Module, work: Work, size: float) -> dict[str, Any]:
     """A report row of a module."""
     tensors = module.tensors()
     return full(
@@ -312,7 +312,7 @@ def _row(module: Module, work: Work) -> dict[str, Any]:
             "dtype_out": work.dtype,
             "shape": list(next(iter(tensors.values())).shape),
             "numel": sum(tensor.numel() for tensor in tensors.values()),
-            "norm_out": module.size(),
+            "norm_out": size,
             "rank": math.nan if module.rank is None else module.rank,
             "rank_before": math.nan if module.rank_before is None else module.rank_before,
             "svd_error": module.error,

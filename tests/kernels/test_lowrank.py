@@ -71,6 +71,33 @@ def test_a_sample_is_nearly_as_good_as_the_best(rate):
     assert lowrank.cut_error(found, 10) == pytest.approx(lowrank.residual(matrix, *lowrank.cut(found, 10)), rel=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(320, 900), (900, 320), (300, 300)])
+@pytest.mark.parametrize("kind", ["noise", "signal", "low rank"])
+def test_a_sample_of_float32_is_within_6_parts_of_1000(shape, kind):
+    rows, columns = shape
+    matrix = falling(rows, columns, 0.97) + 0.02 * random(rows, columns, seed=3) / math.sqrt(rows)
+    if kind == "noise":
+        matrix = random(rows, columns, seed=3)
+    elif kind == "low rank":
+        matrix = random(rows, 4, seed=3) @ random(4, columns, seed=4)
+    found = lowrank.sampled_spectrum(matrix.float(), 64, 0, "m")
+    left, right = (factor.double() for factor in lowrank.cut(found, 64))
+    best = float((torch.linalg.svdvals(matrix)[64:] ** 2).sum().sqrt() / matrix.norm())
+    assert float((matrix - left @ right).norm() / matrix.norm()) <= max(1.006 * best, 3e-6)
+    assert bool(left.isfinite().all() and right.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+def test_the_norm_of_a_product_also_where_its_parts_cancel(dtype, sign, size):
+    up, down = (size * random(300, 8)).to(dtype), random(8, 200, seed=1, dtype=dtype)
+    both, shared = torch.cat([up, sign * up], 1), torch.cat([down, down])
+    want = float((both.double() @ shared.double()).norm())
+    scale = float((up.double() @ down.double()).norm())
+    assert lowrank.product_norm(both, shared) == pytest.approx(want, rel=1e-6, abs=1e-6 * scale)
+
+
 def test_a_sample_depends_on_seed_and_name_alone():
     matrix = falling(60, 50, 0.9)
     again = [lowrank.sampled_spectrum(matrix, 5, *key).u for key in ((0, "m"), (0, "m"), (1, "m"), (0, "n"))]
