@@ -20,10 +20,14 @@ class Facts:
     Attributes:
         name: of the file or folder.
         text: family, precision and size: `SD1, fp16, 2.13 GB`; of a LoRA also format and ranks.
+        blocks: names that block weights may use, in order.
+        layers: those of them that a shape runs over.
     """
 
     name: str
     text: str
+    blocks: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
 
 
 def facts(path: Path) -> Facts:
@@ -41,7 +45,7 @@ def _facts(path: Path, size: int, mtime_ns: int) -> Facts:
     found = inspect(path)
     known = _adapter(found) if found["kind"] == "adapter" else [_family(found)]
     parts = [*known, _dtype(found), size_text(found["bytes"])]
-    return Facts(path.name, ", ".join(part for part in parts if part))
+    return Facts(path.name, ", ".join(part for part in parts if part), tuple(found["blocks"]), tuple(found["layers"]))
 
 
 def _adapter(found: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import gradio as gr
 from .. import recipe as recipes
 from ..errors import MergeError
 from ..host import Host
-from . import cards, filling, form, gr_compat, lora_lines
+from . import block_look, cards, filling, form, gr_compat, lora_lines
 from .form import FormError
 from .run_panel import RunPanel
 from .runs import RUNS, Run
@@ -189,13 +189,16 @@ class MergePage:
         known = made.facts(values)
         notes |= {made.notes[name]: cards.model_note(fact, None) for name, fact in known.items() if name in made.notes}
         notes[self._name_note] = ""
+        looked: Updates = {}
+        if "blocks" in made.notes and "A" in known and (look := block_look.blocks_note(values["blocks"], known["A"])):
+            notes |= (looked := {made.notes["blocks"]: look})
         request = None
         try:
             request = form.request(made.task, values, self._host)
             planned = request.run(self._host, dry_run=True)
         except FormError as error:
             shown = {name: what for name, what in error.fields.items() if values.get(name) not in (None, "")}
-            notes |= {self._note_of(made, name): cards.field_note(what) for name, what in shown.items()}
+            notes |= {self._note_of(made, name): cards.field_note(what) for name, what in shown.items()} | looked
             notes |= self._runs.marked(values[SHOWN], None)
             missing = [made.label(name) for name in error.fields if name not in shown]
             said = error.what if shown else f"Choose {', '.join(missing)} to see what will be done."

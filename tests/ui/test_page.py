@@ -173,3 +173,27 @@ def test_the_plan_names_the_models_that_are_missing(tab, host):
     raw = [widget.component.value for _, _, widget in page._named]
     raw[[(id, name) for id, name, _ in page._named].index(("merge", "B"))] = None
     assert "Choose Model B to see" in page._replan(*raw)[page._plan]
+
+
+def test_block_weights_are_told_and_drawn_below_their_text(tmp_path):
+    import gradio as gr
+
+    from lib_merge.samples import make_sample
+    from lib_merge.ui.merge_page import MergePage
+    from lib_merge.ui.tasks.registry import TASKS
+
+    for number, name in enumerate("ab"):
+        make_sample(tmp_path / f"{name}.safetensors", number)
+    with gr.Blocks() as blocks:
+        page = MergePage(standalone([tmp_path]), TASKS)
+        page.listen(blocks)
+    raw = [widget.component.value for _, _, widget in page._named]
+    places = [(id, name) for id, name, _ in page._named]
+    raw[places.index(("merge", "B"))] = "b.safetensors"
+    note = page._forms["merge"].notes["blocks"]
+    for text, said in [("OUT=0.5", "12 of this"), ("0.5, 0.5", "This model has"), ("", "")]:
+        raw[places.index(("merge", "blocks"))] = text
+        updates = page._replan(*raw)
+        assert said in updates[note]
+        assert ("<svg" in updates[note]) is (text == "OUT=0.5")
+        assert ("merged" in updates[page._plan]) is (text != "0.5, 0.5")
