@@ -67,7 +67,7 @@ def alone(installed, tmp_path):
 def files_under(path: Path) -> set[str]:
     """Relative to the tree; a file is under itself."""
     files = [path, *path.rglob("*")]
-    return {file.relative_to(ROOT).as_posix() for file in files if file.is_file() and file.suffix != ".pyc"}
+    return {file.relative_to(ROOT).as_posix() for file in files if file.is_file() and "__pycache__" not in file.parts}
 
 
 def test_wheel_carries_the_package_and_its_data_and_nothing_else(wheel):
