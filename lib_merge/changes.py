@@ -298,6 +298,12 @@ def read_lora(source: Source, lora: Lora) -> Adapter:
         if lora.alpha is not None and any(map(lacks_alpha, adapter.pieces)):
             adapter = read_adapter(tensors, source.metadata, {**(config or {}), "lora_alpha": lora.alpha})
     except MergeError as error:
+        found = detect(tensors)
+        if found.kind not in ("adapter", "unknown"):
+            what = f"{lora.file} stands in the place of a LoRA and is none: it holds {found.name}"
+            raise RecipeError(
+                what, file=source.path, hint="mix checkpoints with: lib-merge merge A B -o OUT"
+            ) from error
         raise type(error)(error.what, file=source.path, tensor=error.tensor, hint=error.hint) from error
     if adapter.needs_alpha:
         raise RecipeError(

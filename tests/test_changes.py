@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lib_merge
-from lib_merge import NumberError, PlanError
+from lib_merge import NumberError, PlanError, RecipeError
 from tests.support import bf16, raw, read, values, write_raw
 
 UNET = "model.diffusion_model."
@@ -87,3 +87,19 @@ def test_an_alpha_that_is_no_number_is_refused_by_the_plan(tmp_path):
     with pytest.raises(NumberError) as caught:
         bake(tmp_path, one, dry_run=True)
     assert caught.value.tensor == f"{STEM[V]}.alpha"
+
+
+def test_a_checkpoint_in_the_place_of_a_lora_is_told_by_what_it_is(tmp_path):
+    a, other = base(tmp_path / "a.safetensors"), base(tmp_path / "other.safetensors")
+    one = lora(tmp_path / "one.safetensors")
+    for work in (
+        lambda: bake(tmp_path, one, other),
+        lambda: lib_merge.merge_loras(one, other, out=tmp_path / "out.safetensors"),
+        lambda: lib_merge.merge_loras(a, other, out=tmp_path / "out.safetensors"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            work()
+        assert caught.value.file in (str(a), str(other))
+        assert "is none: it holds" in caught.value.what
+        assert "lib-merge merge" in (caught.value.hint or "")
+    assert not (tmp_path / "out.safetensors").exists()
