@@ -139,6 +139,9 @@ class _Matcher:
         applied: set[str] = set()
         misfits: list[str] = []
         found = [(piece, self.names.find(piece.stem, piece.param)) for piece in adapter.pieces]
+        if by_end := [piece.stem for piece, _ in found if piece.stem in self.names.by_end]:
+            what = f"{len(by_end)} modules of {lora.file} are known by the ends of their names alone: {named(by_end)}"
+            self.problems.append(Problem("note", what, str(source.path)))
         alphas = stored_alphas(source, adapter.pieces)
         self.problems += zero_alphas(lora.file, source, alphas)
         doubled = self._doubled(found)

@@ -10,7 +10,7 @@ import pytest
 
 import lib_merge
 from lib_merge import NumberError, PlanError, RecipeError
-from tests.support import bf16, raw, read, values, write_raw
+from tests.support import bf16, raw, read, values, write, write_raw
 
 UNET = "model.diffusion_model."
 BLOCK = "input_blocks.1.1.transformer_blocks.0.attn1"
@@ -103,3 +103,15 @@ def test_a_checkpoint_in_the_place_of_a_lora_is_told_by_what_it_is(tmp_path):
         assert "is none: it holds" in caught.value.what
         assert "lib-merge merge" in (caught.value.hint or "")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("prefix", ["lora_zzz_unet_", "zzz_lora_unet_"])
+def test_names_with_words_in_front_that_nobody_knows_are_listed(prefix, tmp_path):
+    base(tmp_path / "a.safetensors")
+    stem = STEM[Q].replace("lora_unet_", prefix)
+    parts = {f"{stem}.lora_down.weight": values((4, 16), 1), f"{stem}.lora_up.weight": values((16, 4), 2)}
+    plain = bake(tmp_path, lora(tmp_path / "plain.safetensors"), dry_run=True).plan.problems
+    assert not any("ends of their names" in problem.what for problem in plain)
+    made = bake(tmp_path, write(tmp_path / "odd.safetensors", parts), dry_run=True)
+    (told,) = [problem for problem in made.plan.problems if "ends of their names" in problem.what]
+    assert (told.level, stem in told.what, made.merged) == ("note", True, 1)

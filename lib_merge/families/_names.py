@@ -43,6 +43,9 @@ class Names:
     Args:
         tensors: key -> (dtype, shape) of the model.
         found: what it is, if that is known already.
+
+    Attributes:
+        by_end: the stems that `find` knew by the ends of their paths alone.
     """
 
     def __init__(self, tensors: Tensors, found: Detected | None = None) -> None:
@@ -53,6 +56,7 @@ class Names:
         self._natives: dict[tuple[str, str], list[_Module]] = defaultdict(list)
         self._highest: dict[str, int] = {}
         self._ends: dict[str, list[_Module]] | None = None
+        self.by_end: set[str] = set()
         for key in tensors:
             self._enter(key)
 
@@ -68,7 +72,10 @@ class Names:
                 for asked, wanted in _questions(spelling, param):
                     if places := self._places(slot, asked, wanted):
                         return places
-        return self._by_suffix(stem, param)
+        places = self._by_suffix(stem, param)
+        if places:
+            self.by_end.add(stem)
+        return places
 
     def write(self, key: str, style: str) -> tuple[Written, ...]:
         """The module names of a tensor, in the order of its rows; `find` leads from each of them back to it.
