@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Parameter -> end of the key of a change stored whole; others are named by their own path.
 _DIFF = {"weight": ".diff", "bias": ".diff_b", "modulation": ".diff_m"}
+_PARTS = ("up", "down", "whole")
 _UP_DOWN = {"kohya": (".lora_up.weight", ".lora_down.weight"), "peft": (".lora_B.weight", ".lora_A.weight")}
 
 
@@ -97,9 +98,17 @@ class Module:
         """
         fields: dict[str, Any] = {}
         saturated = 0
-        for name in ("up", "down", "whole"):
+        for name in _PARTS:
             tensor = getattr(self, name)
             if tensor is not None:
                 fields[name], beyond = rounded_to(tensor, dtype, f"{self.stem} ({name})")
                 saturated += beyond
         return replace(self, **fields), saturated
+
+    def moved(self, keep: Callable[[Tensor], Tensor]) -> Module:
+        """The module with its tensors as `keep` hands them back."""
+        fields: dict[str, Any] = {}
+        for name in _PARTS:
+            if (part := getattr(self, name)) is not None:
+                fields[name] = keep(part)
+        return replace(self, **fields)

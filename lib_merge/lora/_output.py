@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ PEFT_STEM = "base_model.model."
 # Stands in for a sha256 that is not known yet.
 NO_HASH = "0" * 64
 _WEIGHTS = "adapter_model.safetensors"
+_FORGET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ def check_target(target: Path, inputs: Mapping[str, Path], nbytes: int, how: Run
         raise PlanError(problems)
 
 
-def write(target: Path, result: Stored, metadata: Mapping[str, str], how: Running) -> None:
+def write(
+    target: Path, result: Stored, metadata: Mapping[str, str], how: Running, forget: Callable[[], None] = lambda: None
+) -> None:
     """Write and publish.
 
     Args:
@@ -124,6 +127,7 @@ def write(target: Path, result: Stored, metadata: Mapping[str, str], how: Runnin
         result: what to write.
         metadata: of the header, with a place holder for the hash of the data, which is computed meanwhile.
         how: overwrite, fsync, cancel.
+        forget: called now and then: what was written need not stay in memory.
 
     Raises:
         MergeError: it could not be written; nothing stands under the name that was not there before.
@@ -142,8 +146,8 @@ def write(target: Path, result: Stored, metadata: Mapping[str, str], how: Runnin
         ThreadPoolExecutor(1) as beside,
         FileSink(target, [part], folder=folder, overwrite=how.overwrite, fsync=how.fsync) as sink,
     ):
-        digest = beside.submit(data_hash, result)
-        for key, (_, tensor) in result.tensors.items():
+        digest = beside.submit(data_hash, result, forget)
+        for key, tensor in _in_turn(result, result.tensors, forget):
             if how.cancel.cancelled:
                 raise CancelledError("the run was stopped")
             sink.write(key, 0, raw(tensor))
@@ -164,10 +168,23 @@ def with_hash(metadata: Mapping[str, str], digest: str) -> dict[str, str]:
     return {**metadata, "modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest}
 
 
-def data_hash(result: Stored) -> str:
+def _in_turn(result: Stored, keys: Iterable[str], forget: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+    """Key and tensor, one after the other; memory is asked back after each large run of them."""
+    waiting = 0
+    for key in keys:
+        tensor = result.tensors[key][1]
+        yield key, tensor
+        waiting += tensor.numel() * tensor.element_size()
+        if waiting >= _FORGET_BYTES:
+            forget()
+            waiting = 0
+    forget()
+
+
+def data_hash(result: Stored, forget: Callable[[], None] = lambda: None) -> str:
     """sha256 over the tensors' bytes as they lie in the file, without the header."""
     shapes = {key: (dtype, tuple(tensor.shape)) for key, (dtype, tensor) in result.tensors.items()}
     digest = hashlib.sha256()
-    for key in OutPart("", "", shapes, {}).entries():
-        digest.update(raw(result.tensors[key][1]))
+    for _, tensor in _in_turn(result, OutPart("", "", shapes, {}).entries(), forget):
+        digest.update(raw(tensor))
     return digest.hexdigest()

@@ -26,6 +26,7 @@ from ..recipe import Recipe, SaveDtype, files
 from . import _metadata, _output
 from ._inputs import Input
 from ._module import Module
+from ._spool import Keep, Spool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +128,10 @@ class LoraResult:
         }
 
 
+# Modules looked at before their pages are given back.
+_MEASURED_AT_ONCE = 16
+
+
 @contextmanager
 def opened(located: Mapping[str, Path]) -> Iterator[dict[str, Source]]:
     """Slot -> opened input; closed at the end.
@@ -162,7 +167,14 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     _output.check_target(target, {slot: source.path for slot, source in work.sources.items()}, work.nbytes, how)
     if how.dry_run:
         return _result(work, target, [], how)
-    modules, saturated = compute(work, how)
+    with Spool(target) as spool:
+        told = _published(work, target, how, spool)
+    sha256 = how.cache.compute_source(open_model(target)) if how.hash else None
+    return replace(told, sha256=sha256, seconds=time.perf_counter() - start)
+
+
+def _published(work: Work, target: Path, how: Running, spool: Spool) -> LoraResult:
+    modules, saturated = compute(work, how, spool.keep)
     if not modules and not work.kept:
         raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
     work.problems += work.advise(modules) if work.advise else []
@@ -173,10 +185,8 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     metadata = _metadata.build(work.recipe, work.inputs, modules, result, work.sources, hashes, how.keep_recipe)
     _check_unchanged(work.sources)
     how.on_progress(Progress("publishing", result.nbytes, result.nbytes))
-    _output.write(target, result, metadata, how)
-    sha256 = how.cache.compute_source(open_model(target)) if how.hash else None
-    told = _result(work, target, modules, how, result)
-    return replace(told, sha256=sha256, seconds=time.perf_counter() - start)
+    _output.write(target, result, metadata, how, spool.forget)
+    return _result(work, target, modules, how, result, spool.forget)
 
 
 def compute_stored(work: Work, how: Running) -> _output.Stored:
@@ -191,8 +201,13 @@ def _swapped(work: Work) -> bool:
     return any(piece.settings.get("fan_in_fan_out") for item in work.inputs for piece in item.adapter.pieces)
 
 
-def compute(work: Work, how: Running) -> tuple[list[Module], int]:
+def compute(work: Work, how: Running, keep: Keep = lambda tensor: tensor) -> tuple[list[Module], int]:
     """Run the jobs, a few at a time; the result does not depend on how many.
+
+    Args:
+        work: what is to be done.
+        how: threads, progress, cancel.
+        keep: takes a finished tensor and hands it back, wherever it waits.
 
     Returns:
         the modules, rounded, and how many values were cut to the largest one of fp8.
@@ -205,7 +220,7 @@ def compute(work: Work, how: Running) -> tuple[list[Module], int]:
     try:
         if work.prepare:
             work.prepare(pool, how)
-        waiting = [pool.submit(_rounded, job, work.dtype, how) for job in work.jobs]
+        waiting = [pool.submit(_rounded, job, work.dtype, how, keep) for job in work.jobs]
         for done, future in enumerate(waiting, 1):
             found, beyond = future.result()
             modules, saturated = modules + found, saturated + beyond
@@ -216,12 +231,12 @@ def compute(work: Work, how: Running) -> tuple[list[Module], int]:
     return modules, saturated
 
 
-def _rounded(job: Job, dtype: str, how: Running) -> tuple[list[Module], int]:
+def _rounded(job: Job, dtype: str, how: Running, keep: Keep) -> tuple[list[Module], int]:
     """What a job makes, rounded at once: a result waits in its own dtype."""
     if how.cancel.cancelled:
         raise CancelledError("the run was stopped")
     pairs = [module.rounded(dtype) for module in job()]
-    return [module for module, _ in pairs], sum(beyond for _, beyond in pairs)
+    return [module.moved(keep) for module, _ in pairs], sum(beyond for _, beyond in pairs)
 
 
 def _refuse(work: Work, how: Running) -> None:
@@ -249,10 +264,21 @@ def _check_unchanged(sources: Mapping[str, Source]) -> None:
             raise FileError("the file was written to while it was read", file=changed, hint=hint)
 
 
-def _result(work: Work, target: Path, modules: Sequence[Module], how: Running, result: Any = None) -> LoraResult:
+def _result(
+    work: Work,
+    target: Path,
+    modules: Sequence[Module],
+    how: Running,
+    result: Any = None,
+    forget: Callable[[], None] = lambda: None,
+) -> LoraResult:
     # Sizes take as long as half of an exact sum: only where somebody looks at them.
     measured = how.report or any(module.error for module in modules)
-    sizes = [module.size() if measured else math.nan for module in modules]
+    sizes = []
+    for at, module in enumerate(modules):
+        sizes.append(module.size() if measured else math.nan)
+        if measured and at % _MEASURED_AT_ONCE == 0:
+            forget()
     rows = [_row(module, work, size) for module, size in zip(modules, sizes, strict=True)]
     # The cut part is orthogonal to what is left: ‖M‖² = ‖M_r‖²/(1 − e²).
     wholes: list[float] = [
