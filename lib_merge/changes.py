@@ -19,6 +19,7 @@ from .files.companion import ADAPTER_CONFIG, adapter_config, adapter_path
 from .files.dtypes import is_float
 from .files.header import load_json
 from .files.source import Source
+from .lora_strengths import multipliers, strength_at
 from .quant.coded import HINT as CODED_HINT
 from .quant.coded import coded_tensors
 from .recipe import Lora, Recipe, lora_slots
@@ -37,7 +38,6 @@ LoraLike = (
     | tuple[PathLike, float, float | None, str]
 )
 
-STRENGTH = "strength"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -191,10 +191,8 @@ class _Matcher:
 
     def _strength(self, lora: Lora, key: str, of_block: Mapping[str, float]) -> float:
         """The LoRA's strength on a tensor of the base, its block weight included."""
-        in_text = component_of(key, self.found).startswith("te")
-        strength = lora.te_strength if in_text and lora.te_strength is not None else lora.strength
-        named = next((name for name in blocks_of(key, self.found) if name in of_block), None) if of_block else None
-        return strength if named is None else strength * of_block[named]
+        names = blocks_of(key, self.found) if of_block else ()
+        return strength_at(lora, component_of(key, self.found), names, of_block)
 
     def _grow(self, place: Place, shape: Shape) -> None:
         """Remember a first layer that takes more channels than the base has."""
@@ -208,18 +206,12 @@ class _Matcher:
         """Block -> multiplier; what the base lacks is noted."""
         if not weights:
             return {}
-        for name, values in weights.items():
-            if other := values.keys() - {"", STRENGTH}:
-                raise RecipeError(
-                    f"block {name} of {lora.file} sets {min(other)}, but LoRAs have a strength alone",
-                    hint="write it as BASE=0, IN00-IN05=0.2",
-                )
         names, layers = block_names(self.base, self.found, overrides=True), layer_names(self.base, self.found)
         if missing := blocks.unknown(weights, names):
             known = f"it has {', '.join(names)}" if names else "it has no blocks that are known"
             what = f"the block weights of {lora.file} name {', '.join(missing)}, which the checkpoint lacks"
             self.problems.append(Problem("warning", what, hint=known))
-        return {name: next(iter(values.values())) for name, values in blocks.expand(weights, names, layers).items()}
+        return multipliers(lora, weights, names, layers)
 
     def _refuse_tied(self, piece: Piece, source: Source) -> None:
         """An output layer that is the embedding itself cannot get a change of its own."""

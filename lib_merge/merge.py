@@ -9,7 +9,7 @@ from typing import Any
 
 from .blocks import parse as parse_blocks
 from .catalog import PathLike, known_hashes, locate
-from .changes import STRENGTH, LoraLike, named_loras
+from .changes import LoraLike, named_loras
 from .errors import OutputError, RecipeError
 from .execute import Result, Running, execute, planned
 from .files.sidecar import sidecar_of, taken
@@ -17,6 +17,7 @@ from .files.target import numbered
 from .fold import Folded, fold_recipe
 from .kernels.registry import method as find_method
 from .lora import TASKS, LoraResult, carry_out_recipe
+from .lora_strengths import STRENGTH
 from .metadata import text_metadata
 from .plan import base_slot, make_plan
 from .recipe import Component, Mismatch, Output, Recipe, Rule, SaveDtype, Slot, Value

@@ -53,7 +53,7 @@ _optimizer = options(
 
 
 @_group.command("merge")
-@click.argument("loras", nargs=-1, required=True, metavar="LORA[@W[@TE_W]] ...")
+@click.argument("loras", nargs=-1, required=True, metavar="LORA[@W[@TE_W]][:BLOCKS] ...")
 @click.option("--method", default="concat", show_default=True, help="concat (the exact sum), auto (what suits each "
               "weight), weighted_average, slerp, consensus, ties, or another program's merge: kohya_merge, "
               "kohya_concat, kohya_svd, supermerger_same_strength, peft_…")  # fmt: skip
@@ -71,11 +71,12 @@ def _merge(loras: Sequence[str], params: Sequence[str], metadata: str | None, **
     """Merge LoRAs into one that does what they do together, at the strengths W that prompts would give them.
 
     Without other options the result is the exact sum, of the added ranks. Ranks and formats may differ; strengths may
-    be negative. TE_W is the strength of the text encoders where it is another. With --method auto the numbers of each
+    be negative. TE_W is the strength of the text encoders where it is another. BLOCKS are block weights, numbers that
+    multiply the strength: style.safetensors@0.8:BASE=0,IN00-IN05=0.5. With --method auto the numbers of each
     weight decide how its LoRAs are put together: alike ones by consensus, unrelated ones by SLERP, conflicting ones by
     TIES; the report says what was done with each, and why.
     """
-    given = [_three(lora_argument(text)) for text in loras]
+    given = [lora_argument(text) for text in loras]
     for name, read in (("rank", _rank), ("density", _number), ("output_strength", _number)):
         options[name] = read(name, options[name])
     finish(
@@ -189,9 +190,7 @@ def _convert(path: str, as_json: bool, debug: bool, no_fsync: bool, hash: bool, 
 def _three(given: tuple[str, float, float | None, str]) -> tuple[str, float, float | None]:
     path, strength, text, blocks = given
     if blocks:
-        raise RecipeError(
-            "block weights of a LoRA are taken by bake and merge alone", hint=f"write {path}@{strength:g}"
-        )
+        raise RecipeError("a comparison takes no block weights", hint=f"write {path}@{strength:g}")
     return path, strength, text
 
 

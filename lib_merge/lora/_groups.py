@@ -20,7 +20,7 @@ class Term:
     Attributes:
         input: the LoRA.
         piece: what it does.
-        strength: the user's, with the text encoders' own where it is one.
+        strength: the user's, with the text encoders' own where it is one, and the block weight.
         target: the module that is meant, with the share of its rows.
     """
 
@@ -89,14 +89,8 @@ def grouped(inputs: Sequence[Input], left_out: Iterable[str] = ()) -> list[Group
             if any(f"{item.slot}/{key}" in skipped for key in piece.keys.values()):
                 continue
             target = target_of(piece.stem, found)
-            modules[target.slot, target.native, piece.param].append(Term(item, piece, _strength(item, piece), target))
+            modules[target.slot, target.native, piece.param].append(Term(item, piece, item.strength(piece), target))
     return [group for terms in modules.values() for group in _split(terms)]
-
-
-def _strength(item: Input, piece: Piece) -> float:
-    in_text = component_of(piece.stem, item.found).startswith("te")
-    own = item.lora.te_strength
-    return own if in_text and own is not None else item.lora.strength
 
 
 def _split(terms: list[Term]) -> list[Group]:
@@ -127,6 +121,16 @@ def _refuse_overlaps(shares: dict[tuple[int, int, int], list[Term]]) -> None:
                 file=other.input.path,
                 hint="convert one of the LoRAs to the other's names first",
             )
+
+
+def reached(groups: Sequence[Group]) -> tuple[list[Group], int]:
+    """Groups without those that block weights of 0 switch off for every LoRA, and how many these are."""
+    kept = [
+        group
+        for group in groups
+        if any(term.strength for term in group.terms) or not any(term.input.of_block for term in group.terms)
+    ]
+    return kept, len(groups) - len(kept)
 
 
 def filtered(groups: Sequence[Group]) -> tuple[list[Group], int]:

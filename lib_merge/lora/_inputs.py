@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +12,14 @@ from ..adapter_facts import stored_alphas
 from ..adapters import FORMATS, Adapter, Piece
 from ..baking import load_part
 from ..changes import read_lora
-from ..errors import RecipeError
-from ..families import Detected, detect
+from ..errors import Problem
+from ..families import Detected, blocks_of, component_of, detect
 from ..files.dtypes import DTYPES, is_float
 from ..files.source import Source
 from ..lazy import torch
+from ..lora_strengths import strength_at
 from ..recipe import Lora, Recipe, lora_slots
+from ._block_weights import block_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +35,8 @@ class Input:
         source: the opened file or folder.
         adapter: what it holds.
         found: the family that it was made for.
+        of_block: block -> multiplier of the strength.
+        problems: what the user should know of the block weights.
     """
 
     slot: str
@@ -40,6 +44,8 @@ class Input:
     source: Source
     adapter: Adapter
     found: Detected
+    of_block: Mapping[str, float] = field(default_factory=dict)
+    problems: Sequence[Problem] = ()
 
     @property
     def path(self) -> Path:
@@ -69,6 +75,11 @@ class Input:
         """Key -> value of the alphas that scale factors."""
         return stored_alphas(self.source, self.adapter.pieces)
 
+    def strength(self, piece: Piece) -> float:
+        """The strength on a module, its block weight included."""
+        names = blocks_of(next(iter(piece.keys.values())), self.found) if self.of_block else ()
+        return strength_at(self.lora, component_of(piece.stem, self.found), names, self.of_block)
+
     def is_linear(self, piece: Piece) -> bool:
         """Whether the piece is a sum that needs no base to be known."""
         return FORMATS[piece.format].stage == "add"
@@ -87,11 +98,10 @@ def open_inputs(recipe: Recipe, sources: Mapping[str, Source]) -> list[Input]:
     found = []
     for slot, lora in lora_slots(recipe):
         source = sources[slot]
-        if lora.blocks:
-            what = "block weights of a LoRA are taken by bake and merge alone"
-            raise RecipeError(what, file=source.path, hint="leave them out here")
         tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
-        found.append(Input(slot, lora, source, read_lora(source, lora), detect(tensors)))
+        adapter, family = read_lora(source, lora), detect(tensors)
+        weights = block_weights(lora, source, adapter, family, sources.get("A"))
+        found.append(Input(slot, lora, source, adapter, family, *weights))
     return found
 
 

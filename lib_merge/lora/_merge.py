@@ -15,7 +15,7 @@ from . import _advice
 from ._based import Based
 from ._combine import combine
 from ._compat import COMPATIBLE, compatible_jobs
-from ._groups import Group, filtered, grouped
+from ._groups import Group, filtered, grouped, reached
 from ._inputs import Input, open_inputs, widest
 from ._module import Module
 from ._optimize import Optimization
@@ -67,7 +67,10 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     base = Based(recipe, inputs, sources["A"], ranks) if "A" in sources else None
     if base is None:
         _refuse_bases(inputs)
-    groups, lost = filtered(grouped(inputs, base.keys if base else ()))
+    groups, idle = reached(grouped(inputs, base.keys if base else ()))
+    if idle:
+        problems.append(Problem("note", f"block weights of 0 leave {idle} weights out of the result"))
+    groups, lost = filtered(groups)
     if lost:
         what = f"key_filter leaves no LoRA for {lost} weights: they are not in the result"
         problems.append(Problem("note", what))
@@ -129,6 +132,7 @@ def _notes(inputs: Sequence[Input]) -> list[Problem]:
             what = f"{name}: {len(item.adapter.leftover)} tensors belong to nothing and are not used"
             found.append(Problem("warning", what, str(item.path), item.adapter.leftover[0]))
         found += zero_alphas(name, item.source, item.alphas)
+        found += item.problems
         if not item.lora.strength and not item.lora.te_strength:
             found.append(Problem("note", f"{name} has strength 0: it takes no part", str(item.path)))
     families = {item.found.id: item for item in inputs if item.found.family is not None}

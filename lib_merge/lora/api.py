@@ -76,7 +76,8 @@ def merge_loras(
     """Merge LoRAs into one: what they do together (Σ wᵢ·ΔWᵢ), or weight by weight what suits them best.
 
     Args:
-        *loras: files or PEFT folders of any format: path, or (path, strength, te_strength).
+        *loras: files or PEFT folders of any format: path, or (path, strength, te_strength, blocks), of
+            which the last ones may be left out; for blocks, numbers that multiply the strength, see `blocks.parse`.
         out: `.safetensors` file, or a folder for PEFT.
         method: `concat` (exact; `weighted_sum` is the same); `auto`: for each weight that several LoRAs change the one
             of the following that its numbers call for; `weighted_average`, `slerp`, `consensus`, `ties`: that one for

@@ -15,13 +15,14 @@ import msgspec
 
 from .. import blocks
 from .. import recipe as recipes
-from ..changes import STRENGTH, named_loras
+from ..changes import named_loras
 from ..errors import MergeError, OutputError, PlanError, RecipeError
 from ..execute import Result
 from ..fold import Folded
 from ..host import Host
 from ..kernels.registry import Param, Value
 from ..lora import LoraResult
+from ..lora_strengths import STRENGTH
 from ..merge import named_blocks, run
 from ..patterns import split
 from ..recipe import Lora, Optimizer, Output, Recipe, Slot

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lib_merge
-from lib_merge import Job, MergeError
+from lib_merge import Job
 from lib_merge import recipe as recipes
 from lib_merge.cli import main
 from lib_merge.errors import FileError, RecipeError
@@ -264,11 +264,12 @@ def test_a_lora_that_is_added_stands_below_the_others():
     assert lora_lines.added("x @ 0.5\n\n", "y") == "x @ 0.5\ny @ 1"
 
 
-def test_block_weights_of_a_single_lora_are_baked_and_refused_elsewhere(house):
+def test_block_weights_of_a_single_lora_are_baked_and_combined(house):
     line = "ink.safetensors @ 1: IN01=0"
     asked = request(BY_ID["bake"], filled("bake", A="base.safetensors", loras=line, name="b"), house.host)
     before, after = (read(path) for path in (house.checkpoints / "base.safetensors", asked.run(house.host).output))
     assert {key for key in SIZE if (before[key] != after[key]).any()} == {CONV}  # the one outside of IN01
     assert K in before
-    with pytest.raises(MergeError, match="block weights"):
-        request(BY_ID["lora_merge"], filled("lora_merge", loras=line), house.host).run(house.host, dry_run=True)
+    combined = request(BY_ID["lora_merge"], filled("lora_merge", loras=line, name="c"), house.host).run(house.host)
+    whole, made = (len(read(path)) for path in (house.loras / "ink.safetensors", combined.output))
+    assert 0 < made < whole  # the modules in IN01 are left out
