@@ -23,7 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "lazy", "events", "memory", "version", "wording"),
     ("choose",),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
-    ("buffers", "crew", "devices", "report_charts", "pairs", "adapter_facts"),
+    ("buffers", "crew", "devices", "report_charts", "pairs", "adapter_facts", "lora_tags"),
     ("report_html",),
     ("recipe", "report", "job", "steps"),
     (

@@ -11,7 +11,9 @@ from typing import Any
 import click
 
 from ..errors import RecipeError
+from ..files.open import OUTPUT_SUFFIX
 from ..kernels.registry import method
+from ..lora_tags import read_tags
 
 _NUMBER = re.compile(r"^(?P<rest>.+?)@(?P<number>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)$", re.IGNORECASE)
 _LORA = re.compile(
@@ -41,9 +43,19 @@ def model_argument(text: str, method_id: str) -> str | tuple[str, float]:
 
 
 def lora_argument(text: str) -> tuple[str, float, float | None, str]:
-    """Split `FILE[@W[@TE_W]][:BLOCKS]` into path, strength, the text encoders' strength and block weights."""
+    """Split `FILE[@W[@TE_W]][:BLOCKS]` into path, strength, the text encoders' strength and block weights.
+
+    A prompt's `<lora:NAME:0.8>` is understood too; its name leaves the file's ending out.
+    """
     if os.path.exists(text):
         return text, 1.0, None, ""
+    tags = read_tags(text)
+    if len(tags) > 1:
+        raise RecipeError(f"{text!r} names {len(tags)} LoRAs", hint="give each one as an argument of its own")
+    if tags:
+        name, strength, text_strength = tags[0]
+        path = name if os.path.exists(name) else f"{name}{OUTPUT_SUFFIX}"
+        return path, strength, text_strength, ""
     named = next((at for at, letter in enumerate(text) if letter == ":" and os.path.exists(text[:at])), None)
     if named is not None:
         return text[:named], 1.0, None, text[named + 1 :]

@@ -12,6 +12,7 @@ from .source import Part, Source
 from .weights import read_weights
 
 OUTPUT_SUFFIX = ".safetensors"
+_ENDINGS = (OUTPUT_SUFFIX, ".ckpt", ".pt", ".pth", ".bin", ".gguf")  # of models whose name is typed without it
 
 
 def open_model(path: Path | str) -> Source:
@@ -44,10 +45,12 @@ def open_file(path: Path) -> Source:
 
 
 def _similar(path: Path) -> str | None:
-    """A file of nearly the same name in the same folder, as a hint."""
+    """A file of that name with an ending, or of nearly the same name, in the same folder, as a hint."""
     try:
         names = os.listdir(path.parent)
     except (OSError, ValueError):
         return None
+    if whole := [name for name in names if os.path.splitext(name)[0] == path.name and name.endswith(_ENDINGS)]:
+        return f"did you mean {' or '.join(sorted(whole))}?"
     close = difflib.get_close_matches(path.name, names, 1)
     return f"did you mean {close[0]}?" if close else None

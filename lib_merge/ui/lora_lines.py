@@ -5,7 +5,6 @@ Tags of prompts, `<lora:name:0.8>`, are read too.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from pathlib import Path, PurePosixPath
 
 from ..errors import RecipeError
 from ..host import Models
+from ..lora_tags import read_tags
 from ..recipe import Lora
 
 _NUMBER = r"\s*@\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*"
 _LINE = re.compile(rf"(?P<name>.+?){_NUMBER}(?:{_NUMBER})?(?::(?P<blocks>.*))?", re.IGNORECASE)
-# As prompts name LoRAs: <lora:name:0.8>, or with a second number for the text encoders first, as A1111 reads it.
-_TAG = re.compile(r"<(?:lora|lyco):([^:<>]+)(?::([^<>]*))?>", re.IGNORECASE)
 _HOW = "write FILE @ STRENGTH, or FILE @ STRENGTH @ STRENGTH OF THE TEXT ENCODERS"
 
 
@@ -59,20 +57,7 @@ def names(text: str) -> Iterator[str]:
 
 def _tags(line: str, models: Models) -> list[Line]:
     """The LoRAs of a line of prompt tags; none where it is another line."""
-    if _TAG.sub("", line).strip(" ,"):
-        return []
-    return [_tag(found[1], found[2], models) for found in _TAG.finditer(line)]
-
-
-def _tag(name: str, numbers: str | None, models: Models) -> Line:
-    """One tag: the first number is the text encoders' strength, and the strength where there is no second one."""
-    try:
-        given = [float(number) for number in (numbers or "1").split(":")]
-    except ValueError:
-        given = []
-    if not 1 <= len(given) <= 2 or not all(map(math.isfinite, given)):
-        raise RecipeError(f"the strength in <lora:{name}:{numbers}> cannot be read", hint="write <lora:NAME:0.8>")
-    return Line(_resolved(name, models), given[-1], given[0] if given[0] != given[-1] else None, "")
+    return [Line(_resolved(name, models), strength, text, "") for name, strength, text in read_tags(line)]
 
 
 def _resolved(name: str, models: Models) -> Path:
