@@ -52,6 +52,7 @@ class Crew(Generic[Job]):
             threading.Thread(target=self._work, name=f"lib_merge-{n}", daemon=True) for n in range(self._threads)
         ]
         try:
+            self._beat()  # short runs have one too
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -98,6 +98,7 @@ def test_the_report_names_the_device(tmp_path):
 
 # These read a number from a tensor or cut it, which a tensor without contents cannot do.
 _NEED_CONTENTS = {
+    "auto",
     *("comparative_interpolation", "enhanced_auto_interp", "enhanced_man_interp", "slerp", "tensor_select"),
     *("power_up_dare_enhanced", "power_up_dare_ties", "power_up_dare_ties_enhanced"),
 }
