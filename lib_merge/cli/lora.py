@@ -13,6 +13,7 @@ from ..errors import RecipeError
 from ..families import STYLES
 from ..lora import Comparison as LoraComparison
 from ..lora import Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
+from .lora_plans import describe_lora_plan, lora_plan_dict
 from .options import asked, debug_option, json_option, lora_alpha_option, options, writing_options
 from .parse import lora_argument, metadata_object, parameters
 from .show import Bar, print_json
@@ -217,32 +218,26 @@ def finish(work: Callable[[dict[str, Any]], LoraResult], options: dict[str, Any]
     how["out"], how["report"] = how.pop("output"), report_path is not None
     with Bar() as bar:
         made = work({**how, "on_progress": bar})
+    if made.plan is not None:
+        print_json(lora_plan_dict(made.plan)) if as_json else print(describe_lora_plan(made.plan, made.output))
+        return
     if report_path is not None:
         report.save([dict(row) for row in made.rows], report_path, made.output.name, {})
-    print_json(made.to_dict()) if as_json else print(_described(made, options["dry_run"]))
+    print_json(made.to_dict()) if as_json else print(_described(made))
 
 
-def _described(made: LoraResult, planned: bool) -> str:
+def _described(made: LoraResult) -> str:
     """What a run did, in a few lines."""
-    if planned:
-        lines = [f"would write {made.output}: {made.modules} modules"]
-    else:
-        ranks = sorted(made.ranks)
-        told = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
-        done = f"{made.modules} modules{told}, {made.copied} tensors copied"
-        lines = [f"wrote {made.output}: {done}"]
-        if made.strategies:
-            lines.append(", ".join(f"{count} by {strategy}" for strategy, count in made.strategies.items()))
-        error = (
-            f"relative error {made.error:.3g}" if made.error else "nothing cut off; its factors are rounded as stored"
-        )
-        lines.append(f"{error}, largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else error)
+    ranks = sorted(made.ranks)
+    told = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
+    lines = [f"wrote {made.output}: {made.modules} modules{told}, {made.copied} tensors copied"]
+    if made.strategies:
+        lines.append(", ".join(f"{count} by {strategy}" for strategy, count in made.strategies.items()))
+    error = f"relative error {made.error:.3g}" if made.error else "nothing cut off; its factors are rounded as stored"
+    lines.append(f"{error}, largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else error)
     lines += [f"warning: {text}" for text in made.warnings]
     lines += [f"note: {text}" for text in made.notes]
-    if not planned:
-        lines.append(
-            f"{made.output_bytes / 1e6:,.1f} MB in {made.seconds:.1f} s, peak memory {made.peak_rss_mb:.0f} MB"
-        )
+    lines.append(f"{made.output_bytes / 1e6:,.1f} MB in {made.seconds:.1f} s, peak memory {made.peak_rss_mb:.0f} MB")
     if made.sha256:
         lines.append(f"sha256 {made.sha256}")
     return "\n".join(lines)

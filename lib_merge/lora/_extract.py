@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from ..quant.coded import HINT as CODED_HINT
 from ..quant.coded import coded_tensors
 from ..recipe import Recipe
 from ._module import Module
+from ._planned import Planned
 from ._rounding import rounded_to
 from ._work import Work, dtype_name
 
@@ -106,6 +107,7 @@ def extract_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     style = recipe.output.names or ("peft" if found.kind == "llm" else "kohya")
     job = _Difference(tuned, base, names, style, wishes, dtype_name(recipe.output.save_dtype, _widest(tuned, base)), [])
     jobs, problems = [], []
+    common: list[tuple[str, str]] = []
     for key, (dtype, shape) in tensors.items():
         other = find(key)
         component = component_of(key, found)
@@ -115,6 +117,7 @@ def extract_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
             problems.append(Problem("warning", f"{key} has other shapes in the two models: left out", tensor=key))
             continue
         jobs.append(partial(job, key, other, component))
+        common.append((key, component))
     if not jobs:
         hint = "name a model that was tuned and the base it was tuned from"
         raise RecipeError("the two models have no tensors in common", file=tuned.path, hint=hint)
@@ -125,6 +128,8 @@ def extract_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
         )
     work = Work(recipe, sources, (), jobs, job.dtype, rows=job.lost, problems=problems, found=found)
     work.unused = tuple(missing)
+    work.planned = lambda: [step for key, component in common for step in job.planned(key, component)]
+    work.job_bytes = lambda shape, rank: (24 if wishes.exact else 8) * math.prod(shape) + 24 * rank * sum(shape)
     return work
 
 
@@ -159,11 +164,33 @@ class _Difference:
         if largest == 0 or largest <= self.wishes.min_diff:
             return []
         written = self.names.write(key, self.style)
-        low_rank = change.dim() > 1 and not key.endswith("bias") and not any(name in key for name in _TABLES)
+        low_rank = _has_factors(key, tuple(change.shape))
         if not written or (not low_rank and not self.wishes.store_diffs):
             self.lost.append(_lost(key, component, change, written))
             return []
         return [self._module(name, change, component, key, low_rank) for name in written]
+
+    def planned(self, key: str, component: str) -> Iterator[Planned]:
+        """What comes of a tensor if its two versions differ."""
+        shape = self.tuned.tensors[key].shape
+        low_rank = _has_factors(key, shape)
+        if not low_rank and not self.wishes.store_diffs:
+            return
+        for name in self.names.write(key, self.style):
+            rows = name.rows[1] if name.rows is not None else (shape or (1,))[0]
+            matrix = (rows, math.prod(shape[1:]))
+            if not low_rank:
+                yield Planned(name.name, component, matrix, reason="stored whole")
+                continue
+            wanted = self._rank(shape[1:] if len(shape) > 2 else ()) if self.wishes.keep is None else min(matrix)
+            reason = "if it differs" if self.wishes.keep is None else f"to keep {self.wishes.keep:g}, if it differs"
+            yield Planned(
+                name.name, component, matrix, (), min(wanted, *matrix), alpha=self.style == "kohya", reason=reason
+            )
+
+    def _rank(self, kernel: Sequence[int]) -> int:
+        """The rank asked for, of a matrix (no kernel) or of a convolution's (in, kernel…)."""
+        return self.wishes.conv_rank if math.prod(kernel[1:]) > 1 else self.wishes.rank
 
     def _change(self, key: str, other: str, number: torch.dtype) -> Tensor:
         """Tuned minus base, with a few rows of the base in memory at a time."""
@@ -187,7 +214,7 @@ class _Difference:
             return Module(name.name, param, style, component, whole=rows.contiguous(), note="stored whole")
         kernel = tuple(rows.shape[1:]) if rows.dim() > 2 else ()
         matrix = lowrank.clamped(rows.reshape(len(rows), -1).contiguous(), self.wishes.clamp)
-        rank = self.wishes.conv_rank if math.prod(kernel[1:]) > 1 else self.wishes.rank
+        rank = self._rank(kernel)
         up, down = (rounded_to(part, self.dtype, key)[0] for part in self._factors(matrix, rank, key))
         error = lowrank.residual(rows.reshape(matrix.shape), up.to(matrix.dtype), down.to(matrix.dtype))
         return Module(name.name, "weight", style, component, up, down, kernel=kernel, error=error)
@@ -209,6 +236,11 @@ class _Difference:
         if self.wishes.exact or 4 * rank >= min(matrix.shape):
             return lowrank.dense_spectrum(matrix)
         return lowrank.sampled_spectrum(matrix, rank, 0, key)
+
+
+def _has_factors(key: str, shape: tuple[int, ...]) -> bool:
+    """Whether factors can stand for a tensor's change in every loader."""
+    return len(shape) > 1 and not key.endswith("bias") and not any(name in key for name in _TABLES)
 
 
 def _lost(key: str, component: str, change: Tensor, written: Sequence[Written]) -> dict[str, Any]:

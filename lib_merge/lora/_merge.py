@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ..adapter_facts import zero_alphas
@@ -19,6 +20,7 @@ from ._groups import Group, filtered, grouped, reached
 from ._inputs import Input, open_inputs, widest
 from ._module import Module
 from ._optimize import Optimization
+from ._planned import Way, planned_groups
 from ._ranks import Ranks
 from ._settings import AUTO, PARAMS, STRATEGIES, Settings
 from ._work import Work, dtype_name
@@ -62,7 +64,11 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     _refuse_experts(inputs)
     if method in COMPATIBLE:
         theirs = compatible_jobs(method, grouped(inputs), recipe)
-        return Work(recipe, sources, inputs, theirs, dtype, unused=_unused(inputs), problems=problems, in_order=True)
+        work = Work(recipe, sources, inputs, theirs, dtype, unused=_unused(inputs), problems=problems, in_order=True)
+        fixed = int(recipe.params.get("rank", 0)) or None
+        work.planned = partial(planned_groups, grouped(inputs), Way(Ranks(), fixed=fixed))
+        work.job_bytes = _dense_bytes(len(inputs)) if method.endswith("_svd") else work.job_bytes
+        return work
     ranks = Ranks.read(recipe.params)
     base = Based(recipe, inputs, sources["A"], ranks) if "A" in sources else None
     if base is None:
@@ -77,15 +83,25 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     work = Work(recipe, sources, inputs, [], dtype, unused=_unused(inputs), problems=problems)
     if _is_plain_sum(recipe, inputs):
         work.jobs = [partial(_sum, group, ranks, base) for group in groups]
+        work.planned = partial(planned_groups, groups, Way(ranks, summed=True))
     else:
         made = Optimization(groups, inputs, Settings.read(recipe), ranks, base)
         work.jobs, work.prepare, work.advise = made.jobs(), made.prepare, made.advise
         problems += _advice.distilled(inputs)
+        refined = recipe.optimizer.refinement != "standard"
+        way = Way(ranks, full=refined, lossless=bool(recipe.params.get("lossless")))
+        work.planned = partial(planned_groups, groups, way)
+        work.job_bytes = _dense_bytes(len(inputs))
     work.jobs = [*work.jobs, *(base.jobs() if base else [])]
     if not work.jobs:
         raise RecipeError("the LoRAs change nothing", file=inputs[0].path)
     problems += base.problems if base else []
     return work
+
+
+def _dense_bytes(loras: int) -> Callable[[Sequence[int], int], int]:
+    """Memory of a job that makes whole matrices of the changes."""
+    return lambda shape, rank: 8 * (loras + 1) * math.prod(shape) + 24 * rank * sum(shape)
 
 
 def _refuse_words(method: str, recipe: Recipe) -> None:

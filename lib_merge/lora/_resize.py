@@ -21,6 +21,7 @@ from ._compat import kohya_rank
 from ._groups import Group, grouped
 from ._inputs import Input, open_inputs, widest
 from ._module import Module
+from ._planned import Way, planned_groups
 from ._ranks import Ranks
 from ._work import Work, dtype_name
 
@@ -79,9 +80,13 @@ def resize_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
             Problem("note", f"{len(left)} modules have no rank and stay as they are ({kinds})", str(item.path))
         )
     dtype = dtype_name(recipe.output.save_dtype, widest(inputs))
-    return Work(
+    work = Work(
         recipe, sources, inputs, [partial(_resized, group, rank_of) for group in groups], dtype, kept, problems=problems
     )
+    limit = recipe.params.get("rank", recipe.params.get("max_rank"))
+    work.planned = partial(planned_groups, groups, Way(Ranks(max_rank=None if limit is None else int(limit))))
+    work.job_bytes = lambda shape, rank: 80 * rank * sum(shape)
+    return work
 
 
 def _as_stored(item: Input, key: str) -> torch.Tensor:

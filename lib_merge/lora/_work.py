@@ -26,6 +26,7 @@ from ..recipe import Recipe, SaveDtype, files
 from . import _metadata, _output
 from ._inputs import Input
 from ._module import Module
+from ._planned import LoraPlan, Planned, expected_peak
 from ._spool import Keep, Spool
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Work:
         in_order: jobs must run one after the other (random draws of other programs).
         prepare: looks at all inputs before the first job; is given the workers.
         advise: what the user should hear once modules are made.
+        planned: the modules that come of it, from headers.
+        job_bytes: memory of one job: (out, in·k), rank -> bytes.
     """
 
     recipe: Recipe
@@ -70,6 +73,8 @@ class Work:
     in_order: bool = False
     prepare: Callable[[Executor, Running], None] | None = None
     advise: Callable[[Sequence[Module]], Sequence[Problem]] | None = None
+    planned: Callable[[], Sequence[Planned]] = tuple
+    job_bytes: Callable[[Sequence[int], int], int] = lambda shape, rank: 24 * rank * sum(shape)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class LoraResult:
             was cut, and one for each difference that the result cannot hold.
         seconds: wall time.
         peak_rss_mb: peak memory of this process so far.
+        output_bytes: of the result's tensors.
+        plan: of a dry run alone.
     """
 
     output: Path
@@ -108,6 +115,7 @@ class LoraResult:
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
     output_bytes: int = 0
+    plan: LoraPlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the command line's `--json`."""
@@ -166,11 +174,22 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     _refuse(work, how)
     _output.check_target(target, {slot: source.path for slot, source in work.sources.items()}, work.nbytes, how)
     if how.dry_run:
-        return _result(work, target, [], how)
+        plan = _plan(work, how)
+        return replace(_result(work, target, [], how), plan=plan, output_bytes=plan.output_bytes)
     with Spool(target) as spool:
         told = _published(work, target, how, spool)
     sha256 = how.cache.compute_source(open_model(target)) if how.hash else None
     return replace(told, sha256=sha256, seconds=time.perf_counter() - start)
+
+
+def _plan(work: Work, how: Running) -> LoraPlan:
+    steps = work.planned()
+    kept = sum(tensor.numel() * tensor.element_size() for _, tensor in work.kept.values())
+    size = kept + sum(step.bytes(work.dtype) for step in steps)
+    largest = max((work.job_bytes(step.shape, step.rank or 0) for step in steps), default=0)
+    threads = 1 if work.in_order else min(how.threads or default_threads(), max(len(work.jobs), 1))
+    peak = expected_peak(size, largest, threads)
+    return LoraPlan(steps, len(work.kept), len(work.unused), tuple(work.problems), work.dtype, size, peak)
 
 
 def _published(work: Work, target: Path, how: Running, spool: Spool) -> LoraResult:
