@@ -12,7 +12,7 @@ from ..adapter_facts import stored_alphas
 from ..adapters import FORMATS, Adapter, Piece
 from ..baking import load_part
 from ..changes import read_lora
-from ..errors import Problem
+from ..errors import MergeError, Problem, RecipeError
 from ..families import Detected, blocks_of, component_of, detect
 from ..files.dtypes import DTYPES, is_float
 from ..files.source import Source
@@ -100,9 +100,23 @@ def open_inputs(recipe: Recipe, sources: Mapping[str, Source]) -> list[Input]:
         source = sources[slot]
         tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
         adapter, family = read_lora(source, lora), detect(tensors)
+        _check_ranks(source, adapter)
         weights = block_weights(lora, source, adapter, family, sources.get("A"))
         found.append(Input(slot, lora, source, adapter, family, *weights))
     return found
+
+
+def _check_ranks(source: Source, adapter: Adapter) -> None:
+    """Refuse a module whose parts do not belong together, before anything is multiplied."""
+    for piece in adapter.pieces:
+        shape_of = FORMATS[piece.format].shape
+        shapes = {role: source.tensors[key].shape for role, key in piece.keys.items()}
+        try:
+            if shape_of:
+                shape_of(shapes, piece.settings)
+        except MergeError as error:
+            hint = error.hint or "the file is damaged: get it again from where it came"
+            raise RecipeError(error.what, file=source.path, tensor=piece.stem, hint=hint) from error
 
 
 def widest(inputs: Iterable[Input]) -> str:

@@ -79,6 +79,13 @@ class Module:
             stored[self.stem + ".alpha"] = torch.tensor(alpha, dtype=torch.float32)
         return stored
 
+    @property
+    def is_zero(self) -> bool:
+        """True when it changes nothing."""
+        if self.up is None or self.down is None:
+            return self.whole is None or not bool(self.whole.any())
+        return self.alpha == 0 or not bool(self.up.any()) or not bool(self.down.any())
+
     def size(self) -> float:
         """‖ΔW‖ of what is stored."""
         if self.up is None or self.down is None:

@@ -196,6 +196,9 @@ def _published(work: Work, target: Path, how: Running, spool: Spool) -> LoraResu
     modules, saturated = compute(work, how, spool.keep)
     if not modules and not work.kept:
         raise RecipeError("there is no difference to store: the inputs are equal, or changes are below min_diff")
+    if modules and not work.kept and all(module.is_zero for module in modules):
+        hint = "look at the strengths, and at whether one LoRA is another one turned round"
+        raise RecipeError("nothing is left to store: the result is zero everywhere", hint=hint)
     work.problems += work.advise(modules) if work.advise else []
     result = _output.stored(modules, work.dtype, work.kept, saturated, _swapped(work))
     if how.strict and (late := [*_warnings(work), *_late(work, result)]):

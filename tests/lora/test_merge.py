@@ -395,3 +395,26 @@ def test_peft_s_names_in_a_single_file_carry_their_scale_in_the_header(tmp_path)
         up, down = golden.FORMATS["lora"].factors(golden.parts_of(piece, tensors), piece.settings)
         was_up, was_down = golden.FORMATS["lora"].factors(golden.parts_of(old, case.tensors), old.settings)
         assert relative(up @ down, 0.5 * was_up @ was_down) <= 1e-6
+
+
+@pytest.mark.parametrize("method", ["concat", "auto", "ties"])
+def test_nothing_but_zeros_is_no_result(two, tmp_path, method):
+    with pytest.raises(MergeError, match="zero everywhere"):
+        merge_loras((two[0], 0.0), (two[1], 0.0), out=tmp_path / "out.safetensors", method=method)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+
+
+def test_what_a_vote_cancels_is_no_result(two, tmp_path):
+    with pytest.raises(MergeError, match="zero everywhere"):
+        merge_loras((two[0], 1.0), (two[0], -1.0), out=tmp_path / "out.safetensors", method="ties")
+
+
+@pytest.mark.parametrize("method", ["concat", "auto"])
+def test_parts_of_different_ranks_are_refused_with_file_and_module(two, tmp_path, method):
+    tensors = load_file(two[0])
+    tensors[f"{LINEAR}.lora_up.weight"] = tensors[f"{LINEAR}.lora_up.weight"][:, :3].contiguous()
+    save_file(tensors, tmp_path / "odd.safetensors")
+    with pytest.raises(MergeError, match="different ranks: up 3, down 4") as caught:
+        merge_loras(tmp_path / "odd.safetensors", two[1], out=tmp_path / "out.safetensors", method=method)
+    assert (caught.value.file, caught.value.tensor) == (str(tmp_path / "odd.safetensors"), LINEAR)
+    assert "damaged" in caught.value.hint
