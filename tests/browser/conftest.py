@@ -32,33 +32,44 @@ class Server:
 
     url: str
     models: Path
+    loras: Path
     log: Path
     data: Path
 
 
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory) -> Path:
-    """Three small checkpoints."""
+    """Three small checkpoints, a pair to fold into, two LoRAs and an adapter, in the folders `models` and `loras`."""
     from lib_merge.samples import make_sample
+    from tests.browser.loras import make_lora
+    from tests.fold.making import Pair
 
     folder = tmp_path_factory.mktemp("samples")
+    models, loras = folder / "models", folder / "loras"
+    for each in (models, loras):
+        each.mkdir()
     for number, name in enumerate(("base", "style", "portraits")):
-        make_sample(folder / f"{name}.safetensors", number)
+        make_sample(models / f"{name}.safetensors", number)
+    for number, name in enumerate(("ink", "mira")):
+        make_lora(loras / f"{name}.safetensors", number)
+    pair = Pair(models / "pair")
+    pair.adapter()
+    (models / "pair" / "adapter").rename(loras / "adapter")
     return folder
 
 
 @pytest.fixture(scope="session", params=list(PINS))
 def server(request, tmp_path_factory, samples) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp(f"gradio-{request.param}")
-    models = folder / "models"
-    shutil.copytree(samples, models)
+    shutil.copytree(samples, folder, dirs_exist_ok=True)
+    models, loras = folder / "models", folder / "loras"
     (models / "long").mkdir()
     for name in ("one", "two"):
         write_sparse(models / "long" / f"{name}.safetensors", LONG)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["-m", "lib_merge.app", "--checkpoints", str(models), "--port", str(port)]
+    words = ["-m", "lib_merge.app", "--checkpoints", str(models), "--loras", str(loras), "--port", str(port)]
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -73,7 +84,7 @@ def server(request, tmp_path_factory, samples) -> Iterator[Server]:
     url = f"http://127.0.0.1:{port}/"
     try:
         wait_for_page(process, url, log)
-        yield Server(url, models, log, folder)
+        yield Server(url, models, loras, log, folder)
     finally:
         process.kill()
         process.wait()

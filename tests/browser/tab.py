@@ -24,6 +24,7 @@ class Tab:
     def __init__(self, page: Any, url: str) -> None:
         self.page, self.url = page, url
         self.complaints: list[str] = []
+        self.task = "merge"  # whose form `choose`, `value` and `note` mean
         page.set_default_timeout(PATIENCE_MS)
         page.route(lambda address: not address.startswith(url), lambda route: route.abort())
         page.add_init_script(_COUNT)
@@ -68,9 +69,20 @@ class Tab:
         """Pointer presses since the page was loaded."""
         return int(self.page.evaluate("window.presses"))
 
+    def field(self, name: str) -> str:
+        """Selector of an entry of the form."""
+        return f"#merge_{self.task}_{name}"
+
+    def choose_task(self, id: str, label: str) -> None:
+        """Choose what to do: two presses."""
+        self.page.click("#merge_task input")
+        self.entry(label).click()
+        self.page.locator(f"#merge_{id}_form").first.wait_for()
+        self.task = id
+
     def choose(self, name: str, text: str) -> None:
         """Open a list by a press and press an entry: two presses."""
-        self.page.click(f"#merge_merge_{name} input")
+        self.page.click(f"{self.field(name)} input")
         self.entry(text).click()
 
     def type_choice(self, name: str, text: str) -> None:
@@ -79,15 +91,31 @@ class Tab:
         An answer of the server that arrives while one types may take the text away: like a person, look and type again.
         """
         for _ in range(3):
-            self.tab_to(f"#merge_merge_{name} input")
-            self.page.keyboard.press("Control+a")
-            self.page.keyboard.type(text)
-            self.page.wait_for_timeout(300)
-            self.page.keyboard.press("Enter")
-            self.page.wait_for_timeout(300)
+            self._pick(name, text)
             if self.value(name) == text:
                 return
         raise AssertionError(f"{text!r} cannot be typed into {name}: it holds {self.value(name)!r}")
+
+    def type_entry(self, name: str, text: str) -> None:
+        """Type into an entry of any kind, as `type_choice` does into a list of models."""
+        if name == "add_lora":  # the list is empty again when the choice has become a line
+            self._pick(name, text)
+            until(lambda: text in self.page.input_value(f"{self.field('loras')} textarea"), self.page)
+        elif not self.page.locator(f"{self.field(name)} [data-testid=textbox]").count():
+            self.type_choice(name, text)
+        else:
+            self.tab_to(self.field(name))
+            self.page.keyboard.press("Control+a")
+            self.page.keyboard.insert_text(text)
+            self.page.keyboard.press("Tab")
+
+    def _pick(self, name: str, text: str) -> None:
+        self.tab_to(f"{self.field(name)} input")
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.type(text)
+        self.page.wait_for_timeout(300)
+        self.page.keyboard.press("Enter")
+        self.page.wait_for_timeout(300)
 
     def tab_to(self, selector: str) -> None:
         """Press Tab until the focus is there."""
@@ -115,7 +143,7 @@ class Tab:
         """Wait until a run of that name is over; returns what the status says of it."""
         self.page.wait_for_function(
             "name => { const said = document.querySelector('#merge_status').innerText;"
-            " return said.includes(name) && (said.includes('Merged') || said.includes('Not done')) }",
+            " return said.includes(name) && /Merged|Baked|Converted|Done|Not done/.test(said) }",
             arg=name,
         )
         return self.status()
@@ -127,10 +155,10 @@ class Tab:
         return str(self.page.locator("#merge_plan .lm-card").first.inner_text())
 
     def note(self, name: str) -> str:
-        return str(self.page.locator(f"#merge_merge_note_{name}").first.inner_text())
+        return str(self.page.locator(self.field(f"note_{name}")).first.inner_text())
 
     def value(self, name: str) -> str:
-        return str(self.page.locator(f"#merge_merge_{name} input").first.input_value())
+        return str(self.page.locator(f"{self.field(name)} input").first.input_value())
 
     def wait_status(self, *words: str) -> str:
         """Wait until the status says one of these words; returns all that it says."""
