@@ -19,7 +19,22 @@
         return found && found.tagName !== "BUTTON" ? found.querySelector("button") : found;
     }
 
+    // The oldest hosts' gradio draws the names of our pages as plain buttons: tell what they are and which is turned to.
+    function nameTabs() {
+        const bar = element("merge_pages") && element("merge_pages").querySelector(":scope > .tab-nav");
+        if (!bar || bar.getAttribute("role")) return;
+        bar.setAttribute("role", "tablist");
+        const tell = () => bar.querySelectorAll(":scope > button").forEach(name => {
+            const chosen = String(name.classList.contains("selected"));
+            name.setAttribute("role", "tab");
+            if (name.getAttribute("aria-selected") !== chosen) name.setAttribute("aria-selected", chosen);
+        });
+        tell();
+        new MutationObserver(tell).observe(bar, {attributes: true, attributeFilter: ["class"], childList: true, subtree: true});
+    }
+
     function tick() {
+        nameTabs();
         const stop = button("merge_interrupt");
         const status = element("merge_status");
         if (!stop || !status) return;

@@ -97,6 +97,16 @@ def test_a_run_is_found_in_the_history_verified_and_done_again(tab, server):
     until(lambda: tab.page.locator(ALPHA).input_value() == "0.2", tab.page)
 
 
+def test_the_names_of_the_pages_are_tabs_that_say_which_is_chosen(tab):
+    tab.open()
+    chosen = "#merge_pages [role=tab][aria-selected=true]:visible"
+    until(lambda: tab.page.locator(chosen).all_inner_texts() == ["Merge"], tab.page)
+    tab.turn_to("Recipes")
+    until(lambda: tab.page.locator(chosen).all_inner_texts() == ["Recipes"], tab.page)
+    names = tab.page.locator("#merge_pages [role=tablist] [role=tab]:visible").all_inner_texts()
+    assert names == ["Merge", "Report", "Recipes", "History"]
+
+
 def test_a_report_of_thousands_of_rows_is_shown_and_the_page_goes_on(tab, server):
     entry = keep_large_report(server.data)
     tab.open("?__theme=dark")
