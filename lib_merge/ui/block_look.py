@@ -34,6 +34,20 @@ def blocks_note(text: str, model: Facts) -> str:
     return _line(said + lacking, wrong=bool(missing)) + _curve(names, values)
 
 
+def shape_text(shape: str, model: Facts | None) -> str:
+    """Block weights to go on from: a shape as the weights of a model's layers, to 3 decimals.
+
+    Args:
+        shape: a name of `blocks.SHAPES`.
+        model: whose layers; None, or one whose blocks are not known, gives the shape's name, which fits any model.
+    """
+    if model is None or not model.layers:
+        return shape
+    found = blocks.expand(blocks.parse(shape), model.blocks, model.layers)
+    rounded = {name: {param: round(value, 3) for param, value in entry.items()} for name, entry in found.items()}
+    return blocks.format(rounded)
+
+
 def _count(names: Sequence[str]) -> str:
     return f"{len(names)} block{'s' if len(names) != 1 else ''}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -122,6 +123,10 @@ class MergePage:
             for adder, lines in made.adders:
                 event = gr_compat.on(adder.input, self._add_lora, [adder, lines], [adder, lines])
                 gr_compat.on(event.then, self._replan, self._inputs, planned)
+            for shaper, text in made.shapers:
+                parts = [shaper, made.widgets["A"].component, text]
+                event = gr_compat.on(shaper.input, partial(self._write_shape, made), parts, [shaper, text])
+                gr_compat.on(event.then, self._replan, self._inputs, planned)
         gr_compat.on(self._refresh.click, self._refreshed, self._inputs, [*lists, *planned])
         everything = [*self._inputs, *(part for made in self._forms.values() for part in made.looks())]
         gr_compat.on(
@@ -173,6 +178,11 @@ class MergePage:
         """The LoRA that was chosen becomes a line; the list is empty again."""
         name = gr_compat.blank(chosen)
         return [gr.update(value=None), lora_lines.added(text, name) if name else text]
+
+    def _write_shape(self, made: TaskForm, chosen: Any, base: Any, text: str) -> list[Any]:
+        """The shape that was chosen becomes text; the list is empty again."""
+        shape = gr_compat.blank(chosen)
+        return [gr.update(value=None), made.shape(shape, base) if shape else text]
 
     def _choose_method(self, *raw: Any) -> Updates:
         made, values = self._read(raw)

@@ -9,9 +9,11 @@ from typing import Any
 
 import gradio as gr
 
+from ..blocks import SHAPES
 from ..errors import MergeError
 from ..host import Host
 from . import cards, gr_compat, lora_lines, widgets
+from .block_look import shape_text
 from .facts import Facts, facts
 from .task import FIRST_SCREEN, NAME, Field, Task
 from .widgets import Widget, element
@@ -28,6 +30,7 @@ class TaskForm:
         self.notes: dict[str, Any] = {}
         self.boxes: dict[str, Any] = {}
         self.adders: list[tuple[Any, Any]] = []
+        self.shapers: list[tuple[Any, Any]] = []
         first = [field for field in task.fields if field.section == FIRST_SCREEN]
         values = task.first_values()
         for field in first:
@@ -73,9 +76,16 @@ class TaskForm:
             offered = replace(field, name="add_lora", label="Add a LoRA", needed=True)
             adder = widgets.model_list(self.task, offered, self._host, None)
         self._add(widgets.entry(self.task, field, self._host, start))
+        if field.name == "blocks":
+            self.shapers.append((self._shapes(), self.widgets[field.name].component))
         if field.kind == "loras":
             self.adders.append((adder.component, self.widgets[field.name].component))
         self._note(field.name)
+
+    def _shapes(self) -> Any:
+        """The list that writes a shape into the block weights, for the layers of model A; what counts is the text."""
+        label = "Write a shape, for the layers of the model above"
+        return gr_compat.choice(list(SHAPES), None, label=label, elem_id=element(self.task, "shape_blocks"))
 
     def _add(self, widget: Widget) -> None:
         self.widgets[widget.name] = widget
@@ -162,6 +172,13 @@ class TaskForm:
                     lines = lora_lines.read(values[field.name], self._host.models(field.models))
                     found |= {f"lora{number}": facts(line.path) for number, line in enumerate(lines, 1)}
         return found
+
+    def shape(self, chosen: Any, base: Any) -> str:
+        """Block weights of that shape, for the model that stands in A."""
+        name, model = self.widgets["A"].read(base), None
+        with suppress(MergeError, OSError):  # the plan says what is wrong with it
+            model = facts(self._host.models("checkpoint").resolve(name)) if name else None
+        return shape_text(chosen, model)
 
     def gone(self, values: Mapping[str, Any]) -> list[str]:
         """Fields whose model is not in the list any more."""

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from lib_merge import blocks
 from lib_merge.samples import make_sample
-from lib_merge.ui.block_look import blocks_note
+from lib_merge.ui.block_look import blocks_note, shape_text
 from lib_merge.ui.facts import Facts, facts
 from tests.ui.test_cards import text
 
@@ -58,3 +59,15 @@ def test_the_blocks_come_from_the_header(tmp_path):
     known = facts(made)
     assert set(SD1) <= set(known.blocks)
     assert "<script>" not in blocks_note("<script>=1", known)
+
+
+def test_a_shape_is_written_for_the_layers_of_the_model_and_can_be_read_back():
+    up = blocks.parse(shape_text("gradient_up", MODEL))
+    assert list(up) == list(SD1[1:])
+    numbers = [entry[""] for entry in up.values()]
+    assert numbers == pytest.approx([place / 24 for place in range(25)], abs=5e-4)
+    valley = [entry[""] for entry in blocks.parse(shape_text("V", MODEL)).values()]
+    assert (valley[0], valley[12], valley[24]) == (1, 0, 1)
+    assert {entry[""] for entry in blocks.parse(shape_text("flat", MODEL)).values()} == {0.5}
+    assert len(blocks.parse(shape_text("flat", Facts("f", "Flux", ("D00", "S00", "VAE"), ("D00", "S00"))))) == 2
+    assert shape_text("V", None) == shape_text("V", Facts("a", "x")) == "V"

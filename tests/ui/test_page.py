@@ -197,3 +197,27 @@ def test_block_weights_are_told_and_drawn_below_their_text(tmp_path):
         assert said in updates[note]
         assert ("<svg" in updates[note]) is (text == "OUT=0.5")
         assert ("merged" in updates[page._plan]) is (text != "0.5, 0.5")
+
+
+def test_a_shape_of_the_list_becomes_the_text_of_the_block_weights(tmp_path):
+    import gradio as gr
+
+    from lib_merge import blocks
+    from lib_merge.samples import make_sample
+    from lib_merge.ui.merge_page import MergePage
+    from lib_merge.ui.tasks.registry import TASKS
+
+    make_sample(tmp_path / "a.safetensors", 0)
+    with gr.Blocks() as made:
+        page = MergePage(standalone([tmp_path]), TASKS)
+        page.listen(made)
+    for task in ("merge", "bake"):
+        (shaper, text), form = page._forms[task].shapers[0], page._forms[task]
+        assert text is form.widgets["blocks"].component
+        assert shaper.value in (None, [])
+        emptied, written = page._write_shape(form, "gradient_down", "a.safetensors", "IN00=1")
+        assert emptied["value"] is None
+        found = blocks.parse(written)
+        assert (found["IN00"], found["OUT11"], len(found)) == ({"": 1.0}, {"": 0.0}, 25)
+        assert page._write_shape(form, "V", "gone.safetensors", "")[1] == "V"
+        assert page._write_shape(form, [], "a.safetensors", "IN00=1")[1] == "IN00=1"
