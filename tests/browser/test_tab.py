@@ -106,8 +106,8 @@ def test_runs_wait_in_line_and_every_page_shows_them(tab, server, browser):
     assert other.value("A") == "base.safetensors"
     # the first of those that wait is taken out on the other page, the run itself is stopped on this one
     other.page.click("#merge_take_out")
-    until(lambda: "Stopped" in shown.inner_text(), other.page)
-    assert shown.inner_text().count("Waiting") == 1
+    until(lambda: shown.inner_text().count("Waiting") == 1, other.page)
+    assert "Stopped" in shown.inner_text()
     other.close()
     assert not other.complaints
     tab.page.click("#merge_interrupt")

@@ -67,6 +67,8 @@ def test_runs_are_carried_out_one_after_the_other_in_their_order(folder):
 def test_one_that_waits_can_be_stopped_and_leaves_nothing(folder):
     gate, runs = Gate(folder), Runs()
     first, second, third = (runs.start(asked(gate.host, name), gate.host) for name in ("x", "y", "z"))
+    while not gate.begun:
+        time.sleep(0.005)
     pressed = time.monotonic()
     runs.stop(second.job.id)
     assert second.job.wait(1)
