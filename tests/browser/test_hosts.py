@@ -38,8 +38,8 @@ def host(request, tmp_path_factory, samples):
     root = make_host(tmp_path_factory.mktemp(family), "another name")
     models = root / "models" / "Stable-diffusion"
     (models / "sub").mkdir()
-    (models / "one.safetensors").write_bytes((samples / "base.safetensors").read_bytes())
-    (models / "sub" / "two.safetensors").write_bytes((samples / "style.safetensors").read_bytes())
+    (models / "one.safetensors").write_bytes((samples / "models" / "base.safetensors").read_bytes())
+    (models / "sub" / "two.safetensors").write_bytes((samples / "models" / "style.safetensors").read_bytes())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
