@@ -257,9 +257,8 @@ def _without_effect(recipe: Recipe, sources: Mapping[str, Source], steps: Sequen
         if twin := next((name for name, other in own[:at] if other is source), None):
             yield Problem("note", f"{called(twin)} and {called(slot)} are the same file", str(source.path))
     merges = [step.merge for step in steps if step.merge is not None and step.action == "merged"]
-    strengths = {(node.method, method(node.method).strength) for node in merges}
     if merges and all(node.params.get(method(node.method).strength) == 0 for node in merges):
-        told = " and ".join(sorted({name for _, name in strengths}))
+        told = " and ".join(sorted({method(node.method).strength for node in merges}))
         yield Problem("note", f"{told} is 0 everywhere: the merge leaves model A as it is")
 
 

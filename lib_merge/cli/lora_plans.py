@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..lora import LoraPlan
-
-_SHOWN_STEPS = 20
+from ..lora import LoraPlan, Planned
+from .text import findings, first_steps
 
 
 def lora_plan_dict(plan: LoraPlan) -> dict[str, Any]:
@@ -41,14 +40,10 @@ def describe_lora_plan(plan: LoraPlan, output: Path) -> str:
         f"would write {output}: {most}{len(plan.steps)} modules, {plan.copied} tensors copied",
         f"output {most}{plan.output_bytes / 1e6:,.1f} MB, expected peak memory about {plan.peak_bytes / 1e6:.0f} MB",
     ]
-    for problem in plan.problems:
-        lines.append(f"{problem.level}: {problem.what}" + (f" ({problem.file})" if problem.file else ""))
-        if problem.hint:
-            lines.append(f"  hint: {problem.hint}")
-    for step in plan.steps[:_SHOWN_STEPS]:
-        before = f"rank {' + '.join(map(str, step.ranks))} to " if step.ranks else "rank "
-        after = "" if step.rank is None else f"{before}{'' if step.exact else 'at most '}{step.rank}"
-        lines.append(f"  {step.key}  {'×'.join(map(str, step.shape))}  {', '.join(filter(None, (after, step.reason)))}")
-    if len(plan.steps) > _SHOWN_STEPS:
-        lines.append(f"  … and {len(plan.steps) - _SHOWN_STEPS} more (--json lists all)")
-    return "\n".join(lines)
+    return "\n".join([*lines, *findings(plan.problems), *first_steps(plan.steps, _step_line)])
+
+
+def _step_line(step: Planned) -> str:
+    before = f"rank {' + '.join(map(str, step.ranks))} to " if step.ranks else "rank "
+    after = "" if step.rank is None else f"{before}{'' if step.exact else 'at most '}{step.rank}"
+    return f"{step.key}  {'×'.join(map(str, step.shape))}  {', '.join(filter(None, (after, step.reason)))}"

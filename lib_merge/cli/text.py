@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..errors import Problem
 from ..execute import Result
 from ..kernels.registry import Method
 from ..plan import Plan
@@ -90,18 +91,30 @@ def describe_plan(plan: Plan) -> str:
         f"plan: {counts}",
         f"output {plan.output_bytes / 1e6:,.1f} MB, expected peak memory {plan.peak_bytes / 1e6:.0f} MB",
     ]
-    for problem in plan.problems:
-        lines.append(f"{problem.level}: {problem.what}" + (f" ({problem.file})" if problem.file else ""))
+    return "\n".join([*lines, *findings(plan.problems), *first_steps(plan_dict(plan)["steps"], _step_line)])
+
+
+def findings(problems: Sequence[Problem]) -> Iterator[str]:
+    """What a plan found, a line each, and what to do below it."""
+    for problem in problems:
+        yield f"{problem.level}: {problem.what}" + (f" ({problem.file})" if problem.file else "")
         if problem.hint:
-            lines.append(f"  hint: {problem.hint}")
-    for entry in plan_dict(plan)["steps"][:_SHOWN_STEPS]:
-        values = " ".join(f"{name}={value}" for name, value in entry["params"].items())
-        loras = " ".join(f"{item['lora']}@{item['strength']:g}" for item in entry.get("loras", ()))
-        detail = " ".join(part for part in (entry["method"] or "", values, loras, entry["reason"]) if part)
-        lines.append(f"  {entry['action']:7} {entry['dtype']:7} {entry['key']}  {detail}")
-    if len(plan.steps) > _SHOWN_STEPS:
-        lines.append(f"  … and {len(plan.steps) - _SHOWN_STEPS} more (--json lists all)")
-    return "\n".join(lines)
+            yield f"  hint: {problem.hint}"
+
+
+def first_steps(steps: Sequence[Any], line: Callable[[Any], str]) -> Iterator[str]:
+    """The first steps of a plan, a line each, and how many there are beside them."""
+    for step in steps[:_SHOWN_STEPS]:
+        yield f"  {line(step)}"
+    if len(steps) > _SHOWN_STEPS:
+        yield f"  … and {len(steps) - _SHOWN_STEPS} more (--json lists all)"
+
+
+def _step_line(entry: Mapping[str, Any]) -> str:
+    values = " ".join(f"{name}={value}" for name, value in entry["params"].items())
+    loras = " ".join(f"{item['lora']}@{item['strength']:g}" for item in entry.get("loras", ()))
+    detail = " ".join(part for part in (entry["method"] or "", values, loras, entry["reason"]) if part)
+    return f"{entry['action']:7} {entry['dtype']:7} {entry['key']}  {detail}"
 
 
 def methods_table(methods: Sequence[Method]) -> str:

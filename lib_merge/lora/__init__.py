@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ._compare import Comparison, compare_loras
 from ._convert import Converted, convert_lora
-from ._planned import LoraPlan
+from ._planned import LoraPlan, Planned
 from ._work import LoraResult
 from .api import TASKS, carry_out_recipe, differing, extract_lora, merge_loras, resize_lora
 
@@ -17,6 +17,7 @@ __all__ = [
     "Converted",
     "LoraPlan",
     "LoraResult",
+    "Planned",
     "carry_out_recipe",
     "compare_loras",
     "convert_lora",

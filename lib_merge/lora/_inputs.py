@@ -100,23 +100,22 @@ def open_inputs(recipe: Recipe, sources: Mapping[str, Source]) -> list[Input]:
         source = sources[slot]
         tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
         adapter, family = read_lora(source, lora), detect(tensors)
-        _check_ranks(source, adapter)
         weights = block_weights(lora, source, adapter, family, sources.get("A"))
         found.append(Input(slot, lora, source, adapter, family, *weights))
+        _check_parts(found[-1])
     return found
 
 
-def _check_ranks(source: Source, adapter: Adapter) -> None:
+def _check_parts(item: Input) -> None:
     """Refuse a module whose parts do not belong together, before anything is multiplied."""
-    for piece in adapter.pieces:
+    for piece in item.adapter.pieces:
         shape_of = FORMATS[piece.format].shape
-        shapes = {role: source.tensors[key].shape for role, key in piece.keys.items()}
         try:
             if shape_of:
-                shape_of(shapes, piece.settings)
+                shape_of(item.shapes(piece), piece.settings)
         except MergeError as error:
             hint = error.hint or "the file is damaged: get it again from where it came"
-            raise RecipeError(error.what, file=source.path, tensor=piece.stem, hint=hint) from error
+            raise RecipeError(error.what, file=item.path, tensor=piece.stem, hint=hint) from error
 
 
 def widest(inputs: Iterable[Input]) -> str:
