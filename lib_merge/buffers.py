@@ -12,6 +12,7 @@ from .kernels.measure import patterns, patterns_finite
 from .lazy import torch
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -48,6 +49,11 @@ class Buffer:
             size = dtype.itemsize
             found = self._memory[start * size : (start + count) * size].view(dtype)
             self._tensors[dtype, count, start] = found
+        return found
+
+    def array(self, count: int) -> NDArray[np.uint8]:
+        """The first `count` bytes, for compiled code."""
+        found: NDArray[np.uint8] = self._array[:count]
         return found
 
     def bytes(self, count: int) -> memoryview:

@@ -11,6 +11,7 @@ from .crew import Crew
 from .events import CancelToken, OnProgress, Progress, Stage
 from .files.dtypes import nbytes
 from .files.source import Source
+from .fused import NONE, Loops
 from .kernels.registry import Measure, method
 from .operands import Tile
 from .plan import Plan
@@ -99,6 +100,7 @@ class _Work:
         self._measures: dict[str, list[Any]] = {}
         self._parts: dict[str, dict[int, Any]] = {}
         self._key = ""
+        self._loops = Loops(plan.steps) if watch is None and options.device == "cpu" else NONE
         self._done_bytes = 0
         self.saturated = 0
         self._big = [step for step in plan.steps if step.measured and not (step.whole or kept(step, options.threads))]
@@ -128,7 +130,14 @@ class _Work:
         """What does a job, for one thread."""
         keep, options = keep_elements(self._options.threads), self._options
         worker = Worker(
-            self._plan.sources, self._sink, self._measured_tile, keep, self._turn, self._watch, options.device
+            self._plan.sources,
+            self._sink,
+            self._measured_tile,
+            keep,
+            self._turn,
+            self._watch,
+            options.device,
+            self._loops,
         )
         return lambda job: self._do(worker, job)
 

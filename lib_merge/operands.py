@@ -103,6 +103,23 @@ class Operands:
         over = (buffer for node, buffer in self._read.items() if DTYPES[node.dtype].bits >= bits)
         return next(over, None) or self._buffer(len(self._read), tile.count * bits // 8)
 
+    def room_beside(self, tile: Tile) -> Buffer:
+        """Where a result goes that must not lie over what it is computed from."""
+        return self._buffer(len(self._read), tile.count * DTYPES[tile.step.dtype].bits // 8)
+
+    def stored(self, tile: Tile) -> list[NDArray[np.uint8]]:
+        """The bytes that were read ahead of the operands of a step's method, in their order."""
+        return [
+            self._read[node].array(tile.count * DTYPES[node.dtype].bits // 8)
+            for node in tile.step.node.inputs
+            if isinstance(node, Stored)
+        ]
+
+    def drawn(self, tile: Tile) -> NDArray[np.uint16] | None:
+        """The draws of a step's method that were made ahead; None where nothing is left to chance."""
+        node = tile.step.node
+        return self._drawn[node.stream][1] if isinstance(node, Merged) and node.stream in self._drawn else None
+
     def room(self, tile: Tile) -> Callable[[int], Tensor]:
         """Room for the numbers of one more node; takes how many are wanted."""
         size = tile.piece or tile.count

@@ -13,6 +13,7 @@ from .buffers import Buffer
 from .errors import NumberError
 from .files.dtypes import DTYPES
 from .files.source import Source
+from .fused import NONE, Loops
 from .kernels.measure import all_finite
 from .kernels.random import draws
 from .kernels.registry import Method, method
@@ -43,6 +44,7 @@ class Worker:
         turn: held while a tile is computed; lets other threads read and write meanwhile.
         watch: sees operands and results.
         device: torch's name of where methods are computed.
+        loops: steps that are computed by compiled code.
 
     Attributes:
         results: rounds what was computed, and counts what it cut.
@@ -57,7 +59,9 @@ class Worker:
         turn: AbstractContextManager[Any],
         watch: Watch | None,
         device: str = "cpu",
+        loops: Loops = NONE,
     ) -> None:
+        self._loops = loops
         self._sources, self._sink, self._most, self._turn = sources, sink, most, turn
         self._watch, self._device = watch, device
         self._in = Operands(sources, most, keep, device)
@@ -88,9 +92,24 @@ class Worker:
             self._store(step, tile.low, self._program(step.node, tile, measures)(tile.low, tile.count))
 
     def _run_in_pieces(self, tile: Tile, measures: Sequence[Any]) -> None:
-        """Read all, compute piece by piece, write all."""
-        step, dtype, saturated = tile.step, DTYPES[tile.step.dtype], self.results.saturated
+        """Read all, compute all at once or piece by piece, write all."""
         self._in.read_ahead(tile)
+        out = self._fuse(tile) or self._compute_in_pieces(tile, measures)
+        size = DTYPES[tile.step.dtype].bits // 8
+        self._sink.write(tile.step.key, tile.low * size, out.bytes(tile.count * size))
+
+    def _fuse(self, tile: Tile) -> Buffer | None:
+        """What was read ahead through a compiled loop; None where there is none, or where it met what is not finite."""
+        loop = self._loops.of(tile.step)
+        if loop is None:
+            return None
+        out = self._in.room_beside(tile)
+        raw, draws = self._in.stored(tile), self._in.drawn(tile)
+        return out if loop(raw, draws, out.array(tile.count * DTYPES[tile.step.dtype].bits // 8)) else None
+
+    def _compute_in_pieces(self, tile: Tile, measures: Sequence[Any]) -> Buffer:
+        """What was read ahead, piece by piece."""
+        step, dtype, saturated = tile.step, DTYPES[tile.step.dtype], self.results.saturated
         # What takes long to compute gains more from all threads than it loses while they wait for the interpreter.
         with nullcontext() if step.measured else self._turn:
             out = self._compute(tile, measures, self.results.narrow)
@@ -99,7 +118,7 @@ class Worker:
             self._in.begin()
             self._in.read_ahead(tile)
             out = self._compute(tile, measures, self.results.round)
-        self._sink.write(step.key, tile.low * dtype.bits // 8, out.bytes(tile.count * dtype.bits // 8))
+        return out
 
     def _compute(
         self, tile: Tile, measures: Sequence[Any], put: Callable[[Step, Tensor, Buffer, int], object]

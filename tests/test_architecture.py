@@ -20,10 +20,10 @@ HOST_ENTRY = "scripts.merge_tab"
 
 # Lowest first. A room imports from the levels above its own line here, and from itself.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "lazy", "events", "memory", "version", "wording"),
+    ("errors", "lazy", "compiler", "events", "memory", "version", "wording"),
     ("choose",),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
-    ("buffers", "crew", "devices", "report_charts", "pairs", "adapter_facts", "lora_tags"),
+    ("buffers", "compiled", "crew", "devices", "report_charts", "pairs", "adapter_facts", "lora_tags"),
     ("report_html",),
     ("recipe", "report", "job", "steps"),
     (
@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("history", "lora_strengths", "channels", "decoding", "prediction", "repairs", "vae"),
     ),
     ("changes", "baking"),
-    ("resolve", "contrast", "operands"),
+    ("resolve", "contrast", "fused", "operands"),
     ("plan", "results", "differences"),
     ("worker",),
     ("engine", "watch"),

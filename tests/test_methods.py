@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lib_merge
+from lib_merge import fused
 from lib_merge.errors import NumberError
 from lib_merge.files import calls
 from lib_merge.files.dtypes import BY_OPTION, BY_TORCH
@@ -46,6 +47,16 @@ SHAPES = {
 }
 QUICK = {"fsync": False, "keep_recipe": False}
 RANKS = {torch.float64: 4, torch.float32: 3, torch.bfloat16: 2, torch.float16: 2, torch.float8_e4m3fn: 1}
+
+
+@pytest.fixture(autouse=True, params=["torch", "compiled"])
+def way(request, monkeypatch):
+    """Both ways to a result: by torch, and by compiled loops however small the run is, where numba is there."""
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+        monkeypatch.setattr(fused, "WORTH_BYTES", 0)
+    return request.param
+
 
 each_method = pytest.mark.parametrize("chosen", METHODS, ids=lambda chosen: chosen.id)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Constants of the tools in which these methods became known.
-_TRAIN_GAIN = 1.8
+TRAIN_GAIN = 1.8
 _BIAS_STEPS = 15
 
 _LIKENESS = (
@@ -60,7 +60,7 @@ def train_difference(a: Tensor, b: Tensor, c: Tensor, *, alpha: float) -> Tensor
     number = torch.finfo(a.dtype)
     smallest = number.smallest_normal * number.eps  # a subnormal: 0/0 becomes 0, every other quotient stays
     missing.div_(torch.abs(back).add_(missing).clamp_(min=smallest))
-    return _subtract(a, back.mul_(missing).mul_(scalar(_TRAIN_GAIN * alpha, back)))
+    return _subtract(a, back.mul_(missing).mul_(scalar(TRAIN_GAIN * alpha, back)))
 
 
 @merge_method(

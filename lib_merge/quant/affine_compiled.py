@@ -1,15 +1,12 @@
-"""MLX affine codes of a sum in one pass over memory, by numba where it is installed; the same bytes as `affine` gives.
-
-Numba brings a numpy of its own choice, so nothing here asks for it: it is used where it is found and works.
-"""
+"""MLX affine codes of a sum in one pass over memory, by numba where it is found; the same bytes as `affine` gives."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ..compiler import compiler
 from ..lazy import np, torch
 from .affine import ROUNDINGS, Coded, pack, refuse
 
@@ -56,9 +53,8 @@ def quantize_sum(
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., None] | None:
     """The pass, compiled at its first call; None where numba is missing or does not go with this numpy."""
-    try:
-        numba = importlib.import_module("numba")
-    except Exception:  # it checks its numpy while it is imported, and says so by errors of many types
+    numba = compiler()
+    if numba is None:
         return None
     how = {"nogil": True, "error_model": "numpy"}  # never fastmath: its bits differ
     try:

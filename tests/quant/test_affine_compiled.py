@@ -37,18 +37,6 @@ def test_without_numba_the_plain_path_is_taken(tmp_path, without_numba):
             assert found[f"{module}.{leaf}"] == data
 
 
-@pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
-def test_a_numba_that_does_not_go_with_this_numpy_is_not_used(monkeypatch, error):
-    def refuse(name):
-        raise error("Numba needs another NumPy")
-
-    affine_compiled.compiled.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(affine_compiled.importlib, "import_module", refuse)
-        assert affine_compiled.compiled() is None
-    affine_compiled.compiled.cache_clear()
-
-
 @pytest.mark.peers
 def test_numba_gives_the_same_bytes(capsys):
     compared = 0

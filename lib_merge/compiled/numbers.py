@@ -1,0 +1,61 @@
+"""Stored bits to float32 and back, one rounding to nearest even, in compiled code.
+
+Which format bits are of is told by the type they are kept in: float16 in uint16, bfloat16 in int16, float32 in float32.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_HALF, _FLOAT, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
+
+# safetensors dtype -> what its bits are kept in.
+KEPT_IN = {"F16": np.dtype(np.uint16), "BF16": np.dtype(np.int16), "F32": np.dtype(np.float32)}
+# safetensors dtype -> smallest float32 that rounds to infinity.
+BEYOND = {"F16": 65520.0, "BF16": float.fromhex("0x1.ffp127"), "F32": float("inf")}
+
+
+@lru_cache(maxsize=1)
+def known() -> frozenset[str]:
+    """The safetensors dtypes that this processor converts in one instruction, or in a few on integers."""
+    features = llvmlite.binding.get_host_cpu_features()
+    x86 = llvmlite.binding.get_process_triple().startswith(("x86_64", "i686"))
+    return frozenset(KEPT_IN) - (frozenset({"F16"}) if x86 and not features.get("f16c") else frozenset())
+
+
+@intrinsic
+def widen(typing: Any, stored: Any) -> Any:
+    """The float32 that stored bits stand for; exact."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if stored == types.uint16:
+            return builder.fpext(builder.bitcast(args[0], _HALF), _FLOAT)
+        if stored == types.int16:
+            return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _FLOAT)
+        return args[0]
+
+    return types.float32(stored), code
+
+
+@intrinsic
+def narrow(typing: Any, value: Any, like: Any) -> Any:
+    """The stored bits nearest to a float32 that is not NaN, of the format of `like`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if like == types.uint16:
+            return builder.bitcast(builder.fptrunc(args[0], _HALF), _I16)
+        if like == types.int16:
+            bits = builder.bitcast(args[0], _I32)
+            last = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+            rounded = builder.add(bits, builder.add(last, ir.Constant(_I32, 0x7FFF)))
+            return builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
+        return args[0]
+
+    return like(types.float32, like), code
