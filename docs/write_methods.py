@@ -1,14 +1,16 @@
-"""Writes the method tables of README.md and docs/methods.md from the registry: `python docs/write_methods.py`."""
+"""Writes the tables of README.md, docs/methods.md and docs/optimizer.md: `python docs/write_methods.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lib_merge.kernels.registry import Method, all_methods
+from lib_merge.lora._needs import needs_table
 
 ROOT = Path(__file__).resolve().parent.parent
 _MORE = ": any number, each but A with a strength of its own, `FILE@W`"
 START, END = "<!-- methods -->", "<!-- /methods -->"
+NEEDS_START, NEEDS_END = "<!-- needs -->", "<!-- /needs -->"
 
 
 def readme(text: str) -> str:
@@ -20,6 +22,12 @@ def readme(text: str) -> str:
         params = ", ".join(f"{param.name} {param.shown_default}" for param in item.params)
         lines.append(f"| [`{item.id}`](docs/modes/{item.id}.md) | {item.models} | {params} | {_cell(item.formula)} |")
     return f"{before}{START}\n" + "\n".join(lines) + f"\n{END}{after}"
+
+
+def optimizer(text: str) -> str:
+    """The page on Auto with its table of options between the markers made anew."""
+    before, _, rest = text.partition(NEEDS_START)
+    return f"{before}{NEEDS_START}\n{needs_table()}\n{NEEDS_END}{rest.partition(NEEDS_END)[2]}"
 
 
 def methods_page() -> str:
@@ -58,3 +66,5 @@ if __name__ == "__main__":
     page, front = ROOT / "docs" / "methods.md", ROOT / "README.md"
     page.write_text(methods_page(), "utf-8")
     front.write_text(readme(front.read_text("utf-8")), "utf-8")
+    auto = ROOT / "docs" / "optimizer.md"
+    auto.write_text(optimizer(auto.read_text("utf-8")), "utf-8")

@@ -32,6 +32,16 @@ def test_the_method_tables_are_current():
     assert (ROOT / "docs" / "methods.md").read_text("utf-8") == writer().methods_page()
 
 
+def test_the_table_of_options_that_need_others_is_current():
+    page = (ROOT / "docs" / "optimizer.md").read_text("utf-8")
+    assert writer().optimizer(page) == page
+    options = set(re.findall(r"^\| \w+ \| `--([a-z-]+)(?: auto)?` \| with", page, re.MULTILINE))
+    known = {option.lstrip("-") for command in cli.commands["lora"].commands.values() for param in command.params
+             for option in (*param.opts, *param.secondary_opts)}  # fmt: skip
+    assert options <= known
+    assert len(options) > 10
+
+
 def test_every_method_has_a_current_page_and_a_picture():
     pages, folder = writer("write_modes").pages(), ROOT / "docs" / "modes"
     assert {name: (folder / name).read_text("utf-8") for name in pages} == pages

@@ -108,9 +108,7 @@ def _extract(tuned: str, base: str, metadata: str | None, **options: Any) -> Non
 @click.argument("lora", metavar="LORA")
 @click.option("--rank", type=click.IntRange(1), metavar="N", help="For every module.")
 @click.option("--keep", type=float, metavar="X", help="Share to keep instead, at the smallest rank that does.")
-@click.option(
-    "--rule", default="frobenius", show_default=True, help="What the share is of: ratio, cumulative, frobenius."
-)
+@click.option("--rule", metavar="RULE", help="What the share is of: frobenius (default), cumulative or ratio.")
 @click.option("--max-rank", type=click.IntRange(1), metavar="N", help="With --keep: no module gets more.")
 @click.option("-p", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of --rule kohya_resize.")
 @lora_alpha_option

@@ -19,10 +19,11 @@ from ._compat import COMPATIBLE, compatible_jobs
 from ._groups import Group, filtered, grouped, reached
 from ._inputs import Input, open_inputs, widest
 from ._module import Module
+from ._needs import refuse_unheeded
 from ._optimize import Optimization
 from ._planned import Way, planned_groups
 from ._ranks import Ranks
-from ._settings import AUTO, PARAMS, STRATEGIES, Settings
+from ._settings import PARAMS, Settings
 from ._work import Work, dtype_name
 
 # id -> what it does with the strengths.
@@ -52,15 +53,15 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     if method not in METHODS and method not in COMPATIBLE:
         what = f"there is no LoRA merge method {method!r}"
         raise RecipeError(what, hint=suggestion(method, [*METHODS, *COMPATIBLE]))
+    unheeded = refuse_unheeded(recipe)
     known = _params(method)
     if other := recipe.params.keys() - set(known):
         raise RecipeError(f"{method} has no parameter {min(other)!r}", hint=f"it has {', '.join(known) or 'none'}")
-    _refuse_words(method, recipe)
     inputs = open_inputs(recipe, sources)
     if not inputs:
         raise RecipeError("there is no LoRA to merge", hint="name at least one file")
     dtype = dtype_name(recipe.output.save_dtype, widest(inputs))
-    problems = _notes(inputs)
+    problems = [*unheeded, *_notes(inputs)]
     _refuse_experts(inputs)
     if method in COMPATIBLE:
         theirs = compatible_jobs(method, grouped(inputs), recipe)
@@ -102,16 +103,6 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
 def _dense_bytes(loras: int) -> Callable[[Sequence[int], int], int]:
     """Memory of a job that makes whole matrices of the changes."""
     return lambda shape, rank: 8 * (loras + 1) * math.prod(shape) + 24 * rank * sum(shape)
-
-
-def _refuse_words(method: str, recipe: Recipe) -> None:
-    """Words that a method would not heed."""
-    if method not in (AUTO, *STRATEGIES) and recipe.optimizer != Optimizer():
-        what = f"{method} takes no scope, profile, rules, refinement and sparsification"
-        raise RecipeError(what, hint="they belong to --method auto")
-    filtered_ones = [lora.file for lora in recipe.loras if (lora.conflict_mode, lora.key_filter) != ("all", "all")]
-    if method in COMPATIBLE and filtered_ones:
-        raise RecipeError(f"{method} takes no conflict_mode and key_filter", hint="they belong to --method auto")
 
 
 def _params(method: str) -> tuple[str, ...]:

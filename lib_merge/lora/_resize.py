@@ -21,6 +21,7 @@ from ._compat import kohya_rank
 from ._groups import Group, grouped
 from ._inputs import Input, open_inputs, widest
 from ._module import Module
+from ._needs import refuse_unheeded
 from ._planned import Way, planned_groups
 from ._ranks import Ranks
 from ._work import Work, dtype_name
@@ -59,6 +60,7 @@ def resize_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     method = recipe.method or "rank"
     if method not in METHODS:
         raise RecipeError(f"there is no rule {method!r}", hint=suggestion(method, list(METHODS)))
+    refuse_unheeded(recipe)
     if other := recipe.params.keys() - set(METHODS[method]):
         raise RecipeError(f"{method} has no parameter {min(other)!r}", hint=f"it has {', '.join(METHODS[method])}")
     inputs = open_inputs(recipe, sources)

@@ -227,7 +227,7 @@ def resize_lora(
     out: PathLike,
     rank: int | None = None,
     keep: float | None = None,
-    rule: str = "frobenius",
+    rule: str | None = None,
     max_rank: int | None = None,
     params: Mapping[str, Value] | None = None,
     lora_alpha: float | None = None,
@@ -243,7 +243,7 @@ def resize_lora(
         rank: for all modules.
         keep: share to keep instead, at the smallest rank that does.
         rule: what the share is of: `ratio` (of the largest singular value), `cumulative` (of their sum), `frobenius`
-            (of the norm), or `kohya_resize` with its own parameters.
+            (of the norm, the default), or `kohya_resize` with its own parameters.
         max_rank: with `keep`: no module gets more.
         params: of `kohya_resize`: rank, and ratio, cumulative or frobenius.
         lora_alpha: alpha of a LoRA that carries none.
@@ -258,7 +258,7 @@ def resize_lora(
             wanted[name] = float(value)
     recipe = Recipe(
         task="lora_resize",
-        method="rank" if keep is None and not params else rule,
+        method=rule or ("rank" if keep is None and not params else "frobenius"),
         params=wanted,
         loras=given,
         output=Output(save_dtype=save_dtype, metadata=text_metadata(metadata or {})),

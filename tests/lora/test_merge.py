@@ -290,7 +290,7 @@ def test_the_bytes_do_not_depend_on_threads(two, tmp_path):
     ("arguments", "said"),
     [
         ({"method": "concatt"}, "no LoRA merge method"),
-        ({"params": {"density": 0.5}}, "no parameter 'density'"),
+        ({"params": {"density": 0.5}}, "density takes effect only with method ties"),
         ({"rank": 0}, "rank must be"),
         ({"max_error": 1.5}, "max_error"),
     ],

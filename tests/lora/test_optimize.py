@@ -248,7 +248,7 @@ def test_auto_takes_what_the_numbers_call_for(tmp_path, cosine, strategy):
     assert off(change.reshape(xs[0].shape), ORACLE[strategy](xs, (1.0, 1.0))) <= 5e-4
 
 
-@pytest.mark.parametrize("method", ["auto", "ties", "weighted_average"])
+@pytest.mark.parametrize("method", ["auto", "ties"])
 def test_global_carries_its_decision_out(tmp_path, method):
     """Of a conflicting and an unrelated weight, by the one decision that both get."""
     random = generator(4)
@@ -272,8 +272,8 @@ def test_global_carries_its_decision_out(tmp_path, method):
             assert off(change.reshape(xs[0].shape), ORACLE[rows[stem]](xs, (1.0, 1.0))) <= 2e-5
 
 
-def test_additive_ignores_what_was_chosen(three, tmp_path):
-    made, got = merged(three, STRENGTHS, tmp_path, method="ties", scope="additive")
+def test_additive_makes_sums_of_all(three, tmp_path):
+    made, got = merged(three, STRENGTHS, tmp_path, method="auto", scope="additive", auto_strength=False)
     assert made.strategies == {"weighted_sum": 3}
     for stem, xs in dense(three).items():
         assert off(got[stem], ref.weighted_sum(xs, STRENGTHS)) <= 1e-6
@@ -431,10 +431,13 @@ def test_a_module_that_was_never_trained_is_not_there(tmp_path):
         ({"method": "auto", "scope": "globally"}, "no scope 'globally'"),
         ({"method": "auto", "density": 1.5}, "density must be 0 … 1"),
         ({"method": "auto", "smoothing": -0.1}, "smoothing must be"),
-        ({"method": "concat", "density": 0.5}, "concat has no parameter 'density'"),
-        ({"method": "concat", "scope": "global"}, "concat takes no scope"),
-        ({"method": "peft_ties", "refinement": "maximum"}, "peft_ties takes no scope"),
-        ({"method": "peft_ties", "key_filters": ["all", "shared_only", "all"]}, "takes no conflict_mode"),
+        ({"method": "concat", "density": 0.5}, "density takes effect only with method ties"),
+        (
+            {"method": "concat", "scope": "global"},
+            "scope takes effect only with method auto",
+        ),
+        ({"method": "peft_ties", "refinement": "maximum"}, "refinement takes effect only with method auto"),
+        ({"method": "peft_ties", "key_filters": ["all", "shared_only", "all"]}, "key_filters take effect only"),
     ],
 )
 def test_wishes_that_cannot_be_met_are_refused(three, tmp_path, wishes, said):

@@ -40,7 +40,7 @@ COMBINE_LORAS = Task(
                 ("nothing: sums everywhere (additive)", "additive"),
             ),
             section=OPTIMIZER,
-            only_with=CHOSEN,
+            only_with=("auto", "ties"),
         ),
         Field(
             "profile",
@@ -120,7 +120,7 @@ COMBINE_LORAS = Task(
             "0 to 1: how far each weight's numbers are drawn to its block's; empty: 0.25",
             section=OPTIMIZER,
             param=True,
-            only_with=("auto",),
+            only_with=("auto", "ties"),
         ),
         Field(
             "output_strength",
