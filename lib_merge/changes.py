@@ -284,8 +284,11 @@ def read_lora(source: Source, lora: Lora) -> Adapter:
         lora: as the recipe names it; its alpha stands in where the file has none.
 
     Raises:
-        MergeError: it is no adapter, one that cannot be used, or one whose strength would be a guess.
+        MergeError: it is no adapter, one that cannot be used, or one whose strength would be a guess or is no number.
     """
+    for name, value in (("strength", lora.strength), ("te_strength", lora.te_strength), ("alpha", lora.alpha)):
+        if value is not None and not math.isfinite(value):
+            raise RecipeError(f"{name} of {lora.file} is no finite number: {value}")
     config = adapter_config(source)
     tensors = {key: (info.dtype, info.shape) for key, info in source.tensors.items()}
     try:

@@ -252,14 +252,29 @@ def wrong_file(slot: str, path: Path) -> Problem:
 
 def _without_effect(recipe: Recipe, sources: Mapping[str, Source], steps: Sequence[Step]) -> Iterable[Problem]:
     """Runs that are allowed and change nothing, or less than their user may think."""
-    own = [(slot, sources[slot]) for slot in recipe.models if slot in sources]
-    for at, (slot, source) in enumerate(own):
-        if twin := next((name for name, other in own[:at] if other is source), None):
-            yield Problem("note", f"{called(twin)} and {called(slot)} are the same file", str(source.path))
+    loras = [slot for slot, _ in recipes.lora_slots(recipe)]
+    yield from twins({slot: sources[slot] for slot in recipe.models if slot in sources})
+    yield from twins({slot: sources[slot] for slot in loras if slot in sources})
+    if loras and not any(lora.strength or lora.te_strength for lora in recipe.loras):
+        yield Problem("note", "every LoRA has strength 0: the checkpoint gets nothing of them")
     merges = [step.merge for step in steps if step.merge is not None and step.action == "merged"]
     if merges and all(node.params.get(method(node.method).strength) == 0 for node in merges):
         told = " and ".join(sorted({method(node.method).strength for node in merges}))
         yield Problem("note", f"{told} is 0 everywhere: the merge leaves model A as it is")
+
+
+def twins(sources: Mapping[str, Source]) -> Iterable[Problem]:
+    """Notes of inputs that are one and the same file.
+
+    Args:
+        sources: slot -> opened input.
+    """
+    first: dict[str, str] = {}
+    for slot, source in sources.items():
+        twin = first.setdefault(os.path.realpath(source.path), slot)
+        if twin != slot:
+            added = "; their strengths add up" if slot.startswith("lora") else ""
+            yield Problem("note", f"{called(twin)} and {called(slot)} are the same file{added}", str(source.path))
 
 
 def base_slot(recipe: Recipe) -> str:

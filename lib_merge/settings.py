@@ -34,7 +34,6 @@ def checked(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
         raise RecipeError("override_dtype has nothing to force", hint="name a dtype with --save-dtype")
     if reserved := [name for name in recipe.output.metadata if name.startswith(("lib_merge.", "sd_merge_"))]:
         raise RecipeError(f"the metadata name {reserved[0]} is lib_merge's own", hint="choose another name")
-    _check_strengths(recipe)
     if recipe.only and recipe.task != "convert":
         raise RecipeError("only is for the task convert")
     if recipe.task != "merge":
@@ -69,13 +68,6 @@ def _moved(chosen: Method, values: Mapping[str, Value], where: str) -> list[Prob
         for name, value in values.items()
         if checked_values[name] != value
     ]
-
-
-def _check_strengths(recipe: Recipe) -> None:
-    for lora in recipe.loras:
-        for name, value in (("strength", lora.strength), ("te_strength", lora.te_strength), ("alpha", lora.alpha)):
-            if value is not None and not math.isfinite(value):
-                raise RecipeError(f"{name} of {lora.file} is no finite number: {value}")
 
 
 def _check_model_strengths(recipe: Recipe, chosen: Method) -> None:

@@ -611,3 +611,39 @@ def test_recipes_that_cannot_be(loras, how, said, tmp_path, monkeypatch):
         baked(tmp_path, Path("a.safetensors"), *loras, **how)
     assert said in str(caught.value)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-Infinity", "1e999", "", "0,8", "0.5.5", "80%"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_strength_that_is_no_number_is_told_as_one(tmp_path, monkeypatch, number, there):
+    monkeypatch.chdir(tmp_path)
+    if there:
+        (tmp_path / "x.safetensors").touch()
+    for text in (f"x.safetensors@{number}", f"x.safetensors@0.5@{number}", f"x.safetensors@{number}:BASE=0"):
+        with pytest.raises(RecipeError, match=r"strength .*x.safetensors is (no finite number|missing)") as caught:
+            lora_argument(text)
+        assert caught.value.hint == "write x.safetensors@0.8"
+
+
+def test_three_strengths_are_too_many(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"3 strengths are too many \(x@0.5@0.5@1\)"):
+        lora_argument("x@0.5@0.5@1")
+    (tmp_path / "x").touch()
+    with pytest.raises(RecipeError, match="the strength 'strong' of x is no finite number"):
+        lora_argument("x@strong")
+    assert lora_argument("x@home.safetensors") == ("x@home.safetensors", 1.0, None, "")
+    assert lora_argument("y@home.safetensors@0.5:OUT=0") == ("y@home.safetensors", 0.5, None, "OUT=0")
+
+
+def said_of(tmp_path, *words):
+    made = lib_merge.bake(*words, out=tmp_path / "out.safetensors", overwrite=True)
+    return [problem.what for problem in made.plan.problems]
+
+
+def test_loras_that_add_nothing_or_stand_there_twice_are_noted(tmp_path):
+    a, one = base(tmp_path / "a.safetensors"), lora(tmp_path / "one.safetensors", Q)
+    notes = said_of(tmp_path, a, (one, 0.0))
+    assert "every LoRA has strength 0: the checkpoint gets nothing of them" in notes
+    notes = said_of(tmp_path, a, one, (one, 0.5))
+    assert "LoRA 1 and LoRA 2 are the same file; their strengths add up" in notes

@@ -196,8 +196,11 @@ def test_a_weight_for_a_model_is_refused_where_the_method_takes_none(text, rest)
 
 @portable
 def test_what_is_no_number_is_part_of_the_name(tmp_path):
-    for text in ("a@b.safetensors", "a@", "a@0.5x", "@", "a@nan"):
+    for text in ("a@b.safetensors", "a@0.5x", "@", "C:\\a@b"):
         assert model_argument(text, "slerp") == text
+    for text in ("a@", "a@nan", "a@0.5@inf"):
+        with pytest.raises(RecipeError, match=r"of a is (missing|no finite number)"):
+            model_argument(text, "slerp")
     (tmp_path / "x@0.5").write_bytes(b"")
     assert model_argument(str(tmp_path / "x@0.5"), "slerp") == str(tmp_path / "x@0.5")
 

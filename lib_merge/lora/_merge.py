@@ -10,6 +10,7 @@ from ..adapter_facts import zero_alphas
 from ..adapters import FORMATS, Piece
 from ..errors import Problem, RecipeError
 from ..files.source import Source
+from ..plan import twins
 from ..recipe import Optimizer, Recipe
 from ..wording import suggestion
 from . import _advice
@@ -60,6 +61,8 @@ def merge_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     inputs = open_inputs(recipe, sources)
     if not inputs:
         raise RecipeError("there is no LoRA to merge", hint="name at least one file")
+    if not any(item.lora.strength or item.lora.te_strength for item in inputs):
+        raise RecipeError("every LoRA has strength 0: nothing would be left", hint="give one of them another")
     dtype = dtype_name(recipe.output.save_dtype, widest(inputs))
     problems = [*unheeded, *_notes(inputs)]
     _refuse_experts(inputs)
@@ -131,7 +134,7 @@ def _unused(inputs: Sequence[Input]) -> tuple[str, ...]:
 
 def _notes(inputs: Sequence[Input]) -> list[Problem]:
     """What the user should know of the inputs."""
-    found = []
+    found = list(twins({item.slot: item.source for item in inputs}))
     for item in inputs:
         name = item.lora.file
         found += [Problem("note", f"{name}: {text}", str(item.path)) for text in item.adapter.notes]

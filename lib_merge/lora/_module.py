@@ -81,10 +81,13 @@ class Module:
 
     @property
     def is_zero(self) -> bool:
-        """True when it changes nothing."""
+        """True when it changes nothing, or no more than its factors are rounded by (LoRAs that cancel each other)."""
         if self.up is None or self.down is None:
             return self.whole is None or not bool(self.whole.any())
-        return self.alpha == 0 or not bool(self.up.any()) or not bool(self.down.any())
+        if self.alpha == 0:
+            return True
+        norms = [float(torch.linalg.vector_norm(part.double())) for part in (self.up, self.down)]
+        return product_norm(self.up, self.down) <= norms[0] * norms[1] * torch.finfo(self.up.dtype).eps / 2
 
     def size(self) -> float:
         """‖ΔW‖ of what is stored."""

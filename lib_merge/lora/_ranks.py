@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import RecipeError
 from ..kernels import lowrank
+from ..lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_ERROR = 0.05
+# Share of the factors' size that is nothing but rounding in float64: what is left of LoRAs that cancel each other.
+_NOISE = 1e-13
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def reduced(up: Tensor, down: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, flo
     if fits and (ranks.everything or (not ranks.auto and up.shape[1] <= (ranks.rank or ranks.max_rank or 0))):
         return up, down, 0.0
     found = lowrank.spectrum(up.double(), down.double())
+    if float(found.s[0]) <= _NOISE * float(up.double().norm()) * float(down.double().norm()):
+        return torch.zeros_like(up[:, :1]), torch.zeros_like(down[:1]), 0.0
     rank = ranks.of(found)
     left, right = lowrank.cut(found, rank)
     return left.to(up.dtype), right.to(up.dtype), lowrank.cut_error(found, rank)

@@ -85,7 +85,7 @@ class Settings:
         """From a recipe of the task lora_merge.
 
         Raises:
-            RecipeError: a number outside its range, or two that exclude each other.
+            RecipeError: a number outside its range, one that leaves nothing, or two that exclude each other.
         """
         params = recipe.params
         numbers = {name: _number(params, name) for name in _RANGES if name in params}
@@ -93,6 +93,8 @@ class Settings:
         for number, automatic in (("density", "auto_density"), ("output_strength", "auto_output_strength")):
             if number in numbers and switches.get(automatic):
                 raise RecipeError(f"{number} is given, and to be found", hint=f"leave out one of {number}, {automatic}")
+        if numbers.get("output_strength") == 0:
+            raise RecipeError("output_strength 0 would leave nothing", hint="give another, or leave it out: 1")
         if switches.pop("auto_output_strength", False):
             numbers["output_strength"] = None
         method = "weighted_sum" if recipe.method in (None, "concat") else recipe.method

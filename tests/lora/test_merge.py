@@ -399,7 +399,7 @@ def test_peft_s_names_in_a_single_file_carry_their_scale_in_the_header(tmp_path)
 
 @pytest.mark.parametrize("method", ["concat", "auto", "ties"])
 def test_nothing_but_zeros_is_no_result(two, tmp_path, method):
-    with pytest.raises(MergeError, match="zero everywhere"):
+    with pytest.raises(MergeError, match="nothing would be left"):
         merge_loras((two[0], 0.0), (two[1], 0.0), out=tmp_path / "out.safetensors", method=method)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
@@ -418,3 +418,40 @@ def test_parts_of_different_ranks_are_refused_with_file_and_module(two, tmp_path
         merge_loras(tmp_path / "odd.safetensors", two[1], out=tmp_path / "out.safetensors", method=method)
     assert (caught.value.file, caught.value.tensor) == (str(tmp_path / "odd.safetensors"), LINEAR)
     assert "damaged" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "wishes", [{}, {"rank": 2}, {"method": "auto"}, {"method": "weighted_average"}, {"method": "peft_cat"}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_lora_and_its_opposite_leave_nothing_to_store(tmp_path, wishes, dtype):
+    a, b = (make(tmp_path / f"{name}.safetensors", 4, 2.0, 1, dtype) for name in "ab")
+    with pytest.raises(MergeError, match="zero everywhere"):
+        merge_loras(a, (b, -1.0), out=tmp_path / "out.safetensors", **wishes)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_small_difference_of_two_loras_is_no_zero(two, tmp_path):
+    """Factors that differ by 2 % in single precision: the difference is far above what rounding makes."""
+    near = {key: tensor * 1.02 if key.endswith("up.weight") else tensor for key, tensor in load_file(two[0]).items()}
+    save_file(near, tmp_path / "near.safetensors")
+    merge_loras((tmp_path / "near.safetensors", 1.0), (two[0], -1.0), out=tmp_path / "out.safetensors")
+    got, want = deltas(tmp_path / "out.safetensors"), deltas(two[0])
+    assert all(relative(got[stem], 0.02 * want[stem]) < 1e-4 for stem in want)
+
+
+def test_strengths_of_0_leave_nothing_and_are_refused_before_any_work(two, tmp_path):
+    out = tmp_path / "out.safetensors"
+    for loras, wishes, told in (
+        (((two[0], 0.0), (two[1], 0.0)), {}, "every LoRA has strength 0"),
+        (two, {"method": "auto", "output_strength": 0.0}, "output_strength 0 would leave nothing"),
+        (((two[0], float("nan")), two[1]), {}, "strength of a.safetensors is no finite number"),
+        (((two[0], 1.0, float("inf")), two[1]), {}, "te_strength of a.safetensors is no finite number"),
+    ):
+        with pytest.raises(MergeError, match=told):
+            merge_loras(*loras, out=out, dry_run=True, **wishes)
+
+
+def test_one_lora_named_twice_is_noted(two, tmp_path):
+    made = merge_loras((two[0], 0.5), two[1], (two[0], 0.25), out=tmp_path / "out.safetensors")
+    assert "LoRA 1 and LoRA 3 are the same file; their strengths add up" in made.notes
