@@ -13,6 +13,7 @@ from .devices import check_device
 from .engine import Options, carry_out
 from .errors import CancelledError, FileError, MergeError, PlanError, RecipeError
 from .events import CancelToken, OnProgress, Progress
+from .files.claim import Claim
 from .files.hashes import HashCache, legacy_hash
 from .files.open import open_model
 from .files.sidecar import Sidecar
@@ -141,6 +142,7 @@ def execute(plan: Plan, target: Path, how: Running) -> Result:
     sweep(target.parent)
     try:
         with (
+            Claim(target),
             _Hashing(plan, how) as hashing,
             FileSink(target, plan.parts, folder=plan.folder, overwrite=how.overwrite, fsync=how.fsync) as sink,
             Sidecar(None if plan.folder else plan.sidecar, target, overwrite=how.overwrite, fsync=how.fsync) as beside,

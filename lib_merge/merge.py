@@ -13,7 +13,7 @@ from .changes import LoraLike, named_loras
 from .errors import OutputError, RecipeError
 from .execute import Result, Running, execute, planned
 from .files.sidecar import sidecar_of, taken
-from .files.target import numbered
+from .files.target import is_taken, numbered
 from .fold import Folded, fold_recipe
 from .kernels.registry import method as find_method
 from .lora import TASKS, LoraResult, carry_out_recipe
@@ -297,4 +297,4 @@ def _run(
 def _numbered(target: Path, base: PathLike | None) -> Path:
     """The first name whose file is not there, nor a config of another model beside it."""
     sidecar = None if base is None else sidecar_of(Path(base))
-    return numbered(target, lambda path: os.path.lexists(path) or taken(sidecar, path))
+    return numbered(target, lambda path: is_taken(path) or taken(sidecar, path))

@@ -531,4 +531,4 @@ def test_runs_at_the_same_time_do_not_disturb_each_other(large, tmp_path):
         thread.join()
     assert [sha(tmp_path / name) for name in sorted(set(targets))] == [*large.result.values()] * 3
     assert len(failures) == 1
-    assert "could not be given its name" in failures[0].what or "exists" in failures[0].what
+    assert "another run is writing" in failures[0].what or "exists" in failures[0].what

@@ -13,16 +13,16 @@ from .temporary import remove, replace_folder
 
 
 class output_errors:  # noqa: N801 - used as a function
-    """Turns OSError into an OutputError that names file and tensor."""
+    """Turns OSError into an OutputError that names file and tensor; of the kind `passing` it goes through."""
 
-    def __init__(self, path: Path, tensor: str | None = None) -> None:
-        self.path, self.tensor = path, tensor
+    def __init__(self, path: Path, tensor: str | None = None, passing: type[OSError] | tuple[()] = ()) -> None:
+        self.path, self.tensor, self.passing = path, tensor, passing
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, self.passing):
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             what = "the disk is full" if full else f"cannot write: {error.strerror or error}"
             hint = "free some space or choose a folder on another disk" if full else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import Problem
+from .claim import is_claimed
 from .folders import WEIGHTS
 from .open import OUTPUT_SUFFIX
 
@@ -15,13 +16,18 @@ from .open import OUTPUT_SUFFIX
 _LONGEST_NAME_BYTES = 255 - len("..lib_merge-4194304-01234567.part")
 
 
-def numbered(target: Path, taken: Callable[[Path], bool] = os.path.lexists) -> Path:
+def is_taken(target: Path) -> bool:
+    """Whether something has this name, or a run that goes on will give it to its output."""
+    return os.path.lexists(target) or is_claimed(target)
+
+
+def numbered(target: Path, taken: Callable[[Path], bool] = is_taken) -> Path:
     """The target itself, or NAME_1, NAME_2 … : the first that is not taken."""
     # the dot in a folder's `sdxl-v1.0` begins no suffix
     return numbered_before(target, OUTPUT_SUFFIX if target.suffix == OUTPUT_SUFFIX else "", taken)
 
 
-def numbered_before(target: Path, suffix: str, taken: Callable[[Path], bool] = os.path.lexists) -> Path:
+def numbered_before(target: Path, suffix: str, taken: Callable[[Path], bool] = is_taken) -> Path:
     """As `numbered`; the number stands before this suffix."""
     stem = target.name.removesuffix(suffix)
     candidate, count = target, 0

@@ -75,7 +75,7 @@ def sweep(folder: Path) -> list[Path]:
         return []
     for item in items:
         match = _NAME.fullmatch(item.name)
-        if not match or item.name in _ACTIVE or _is_other_live_process(int(match[2])):
+        if not match or item.name in _ACTIVE or is_other_live_process(int(match[2])):
             continue
         name = folder / match[1]
         if match[3] == "old" and not os.path.lexists(name):
@@ -88,7 +88,7 @@ def sweep(folder: Path) -> list[Path]:
     return swept
 
 
-def _is_other_live_process(pid: int) -> bool:
+def is_other_live_process(pid: int) -> bool:
     """True when another process of that number runs (our own number, not in use here, is an earlier life's)."""
     if pid == os.getpid():
         return False

@@ -15,6 +15,7 @@ from ..crew import Crew
 from ..errors import FileError, OutputError, PlanError, Problem
 from ..events import Progress
 from ..execute import Running
+from ..files.claim import Claim
 from ..files.open import OUTPUT_SUFFIX
 from ..files.patched import PatchedCopy, Range
 from ..files.publish import is_empty_folder
@@ -132,8 +133,9 @@ def fold(
         if problems:
             raise PlanError(problems)
         sweep(target.parent)
-        choice = choose(plan, rounding)
-        gathered = _carry_out(plan, target, choice, round_dense, how)
+        with Claim(target):
+            choice = choose(plan, rounding)
+            gathered = _carry_out(plan, target, choice, round_dense, how)
         warnings = (*choice.warnings(), *lost_effect(plan, gathered))
     return replace(
         promised,

@@ -16,6 +16,7 @@ from .. import families
 from ..adapter_facts import read_scalar
 from ..adapters import read
 from ..errors import FileError, MergeError, PlanError, Problem, RecipeError
+from ..files.claim import Claim
 from ..files.companion import adapter_config, adapter_path
 from ..files.dtypes import DTYPES
 from ..files.hashes import sha256_file
@@ -134,7 +135,8 @@ def convert_lora(
         made = Converted(target, kinds["renamed"], kinds["split"], kinds["joined"], planned.unused, warnings)
         if dry_run:
             return made
-        _write(source, target, _contents(source, planned.targets, names), overwrite, fsync)
+        with Claim(target):
+            _write(source, target, _contents(source, planned.targets, names), overwrite, fsync)
     digest = sha256_file(target) if hash else None
     return replace(made, sha256=digest, seconds=time.monotonic() - start, peak_rss_mb=peak_rss_mb())
 

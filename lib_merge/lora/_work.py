@@ -16,6 +16,7 @@ from ..errors import CancelledError, FileError, PlanError, Problem, RecipeError
 from ..events import Progress
 from ..execute import Running
 from ..families import Detected, block_of
+from ..files.claim import Claim
 from ..files.dtypes import BY_OPTION
 from ..files.open import open_model
 from ..files.source import Source
@@ -176,7 +177,7 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     if how.dry_run:
         plan = _plan(work, how)
         return replace(_result(work, target, [], how), plan=plan, output_bytes=plan.output_bytes)
-    with Spool(target) as spool:
+    with Claim(target), Spool(target) as spool:
         told = _published(work, target, how, spool)
     sha256 = how.cache.compute_source(open_model(target)) if how.hash else None
     return replace(told, sha256=sha256, seconds=time.perf_counter() - start)
