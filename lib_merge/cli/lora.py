@@ -166,7 +166,7 @@ def _compared(found: LoraComparison) -> str:
 @click.argument("path", metavar="LORA")
 @click.option("-o", "--output", "out", required=True, metavar="OUT", help="File (.safetensors) to write.")
 @click.option("--names", required=True, metavar="|".join(STYLES), help="Whose module names to write.")
-@click.option("--family", metavar="ID", help="Model family, such as flux, where the LoRA's names fit several.")
+@click.option("--family", metavar="ID", help="Model family, such as flux; asked for only where that changes the names.")
 @lora_alpha_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--number", is_flag=True, help="Write NAME_1, NAME_2 … where the output exists.")

@@ -22,7 +22,7 @@ from ._names import Names
 from ._naming import STYLES
 from ._never import never_merged
 from ._places import Place, Written, counted
-from ._renaming import Renamed, rename
+from ._renaming import Renamed, has_names, rename
 from ._targets import Target, target_of
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "counted",
     "detect",
     "family",
+    "has_names",
     "is_first_layer",
     "kind_of",
     "layer_names",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._alias import BARE, WHOLE, Alias, Post, Span
-from ._family import Detected
+from ._family import Detected, Family
 from ._naming import Naming, spellings, written
 from ._paths import read_stem
 from ._places import Part, joined, overlap
@@ -52,6 +52,11 @@ def rename(stem: str, style: str, found: Detected, *, short: bool = False) -> tu
             if names:
                 return tuple(sorted(names, key=lambda item: item.part))
     return ()
+
+
+def has_names(family: Family) -> bool:
+    """Whether a family's modules are known by name; else any dotted path stands for itself."""
+    return family.kind != "llm" and not Naming(family).table("unet").empty
 
 
 def _spans(naming: Naming, slot: str, path: str, short: bool) -> list[Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -155,14 +155,42 @@ def _plan(source: Source, path: Path, names: str, family: str | None, lora_alpha
         raise type(error)(error.what, file=path, tensor=error.tensor, hint=error.hint) from error
     if family is not None:
         found = replace(found, id=family, family=families.family(family))
-    if found.family is None:
-        known = ", ".join(item.id for item in families.FAMILIES if item.adapter)
-        hint = f"say which one with --family: {known}"
-        raise RecipeError("the LoRA's modules could be those of several model families", file=path, hint=hint)
     if adapter.needs_alpha and names != "peft":
         hint = "put adapter_config.json beside it, or give the number it was trained with: --lora-alpha X"
         raise RecipeError("the LoRA has PEFT's names but no alpha", file=path, hint=hint)
-    return name_modules(adapter, tensors, names, found)
+    if found.family is not None:
+        return name_modules(adapter, tensors, names, found)
+    known = [item for item in families.FAMILIES if item.adapter and families.has_names(item)]
+    fitting = candidates({
+        item.id: name_modules(adapter, tensors, names, replace(found, id=item.id, family=item)) for item in known
+    })  # fmt: skip
+    if not fitting:
+        raise RecipeError("the LoRA's modules are those of no model family that is known", file=path)
+    groups: list[list[str]] = []  # families that call everything the same
+    for id, renaming in fitting.items():
+        group = next((group for group in groups if fitting[group[0]].targets == renaming.targets), None)
+        group.append(id) if group else groups.append([id])
+    if len(groups) > 1:
+        names_of = [[target.name for target in fitting[group[0]].targets] for group in groups]
+        common = set.intersection(*map(set, names_of))
+        telling = [next((name for name in own if name not in common), own[0]) for own in names_of]
+        known_as = [f"{_few_ids(group)} ({name} …)" for group, name in zip(groups, telling, strict=True)]
+        raise RecipeError(
+            "the LoRA's modules could be those of several model families",
+            file=path,
+            hint=f"say which one with --family: {'; '.join(known_as)}",
+        )
+    return fitting[groups[0][0]]
+
+
+def _few_ids(ids: Sequence[str]) -> str:
+    return " or ".join(ids[:_SHOWN]) + (f" … ({len(ids)} in all)" if len(ids) > _SHOWN else "")
+
+
+def candidates(renamings: Mapping[str, Renaming]) -> dict[str, Renaming]:
+    """The families that have names for most of a LoRA's modules, in their order; none where no family has any."""
+    left = {id: len(renaming.unused) for id, renaming in renamings.items() if renaming.targets}
+    return {id: renamings[id] for id, count in left.items() if count == min(left.values())}
 
 
 def _refuse(target: Path, path: Path, size_bytes: int, overwrite: bool, planned: Renaming, strict: bool) -> None:

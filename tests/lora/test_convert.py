@@ -241,13 +241,40 @@ def test_refusals(tmp_path):
     with pytest.raises(FileError, match="no LoRA"):
         convert_lora(model, tmp_path / "b.safetensors", names="diffusers")
     unknown = write(tmp_path / "unknown.safetensors", diffusers("strange.module", 8, 8))
-    with pytest.raises(RecipeError, match="families"):
+    with pytest.raises(RecipeError, match="no model family that is known"):
         convert_lora(unknown, tmp_path / "b.safetensors", names="kohya")
     with pytest.raises(RecipeError, match="flax"):
         convert_lora(unknown, tmp_path / "b.safetensors", names="kohya", family="flax")
     with pytest.raises(PlanError, match="replace"):
         convert_lora(source, source, names="diffusers", overwrite=True)
     assert {path.stem for path in tmp_path.iterdir()} == {"in", "taken", "model", "unknown"}
+
+
+CLIP = "text_model_encoder_layers_0_self_attn_q_proj"
+
+
+def test_the_family_is_asked_for_only_where_it_changes_the_names(tmp_path):
+    """A LoRA of text encoders alone: the first one is `te` to kohya in SD1.5, `te1` in SDXL, and one name elsewhere."""
+    source = write(tmp_path / "in.safetensors", kohya(f"lora_te1_{CLIP}", 8, 768))
+    convert_lora(source, tmp_path / "b.safetensors", names="diffusers")
+    assert read(tmp_path / "b.safetensors").keys() == {
+        f"text_encoder.text_model.encoder.layers.0.self_attn.q_proj.{end}"
+        for end in ("lora_A.weight", "lora_B.weight", "alpha")
+    }
+    with pytest.raises(RecipeError, match="several model families") as caught:
+        convert_lora(tmp_path / "b.safetensors", tmp_path / "c.safetensors", names="kohya")
+    assert f"sd1 (lora_te_{CLIP} …)" in caught.value.hint
+    assert f"(lora_te1_{CLIP} …)" in caught.value.hint
+    assert "auraflow" not in caught.value.hint  # the many that call it the same are not all named
+    convert_lora(tmp_path / "b.safetensors", tmp_path / "c.safetensors", names="kohya", family="sdxl")
+    assert set(read(tmp_path / "c.safetensors")) == set(read(source))
+
+
+def test_a_block_of_one_kind_of_model_needs_no_family(tmp_path):
+    """Krea's and FLUX's `transformer_blocks`: names in diffusers are the same for all who have them."""
+    source = write(tmp_path / "in.safetensors", kohya("lora_unet_transformer_blocks_0_attn_to_q", 8, 3072))
+    convert_lora(source, tmp_path / "b.safetensors", names="diffusers")
+    assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in read(tmp_path / "b.safetensors")
 
 
 def test_the_command_line(tmp_path, capsys):
