@@ -3,6 +3,7 @@
 Importing this package loads no torch; it is loaded when tensors are first computed.
 """
 
+from . import starting  # noqa: F401 - first of all: what follows takes a while, and Ctrl-C may come meanwhile
 from .analyze import Comparison, compare
 from .errors import (
     CancelledError,

@@ -20,7 +20,7 @@ HOST_ENTRY = "scripts.merge_tab"
 
 # Lowest first. A room imports from the levels above its own line here, and from itself.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "lazy", "compiler", "events", "memory", "version", "wording"),
+    ("errors", "lazy", "compiler", "events", "memory", "starting", "version", "wording"),
     ("choose",),
     ("kernels", "quant", "files", "adapters", "families", "blocks", "patterns", "matching"),
     ("buffers", "compiled", "crew", "devices", "report_charts", "pairs", "adapter_facts", "lora_tags"),

@@ -14,12 +14,11 @@ from typing import NoReturn
 
 import click
 
+from .. import starting
 from ..errors import MergeError
 from ..version import __version__
 from . import folding, keeping, lora, reading, serving, writing
 from .show import print_error, print_usage_error
-
-_INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -50,24 +49,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 done or check passed, 1 stopped or failed, 2 the command line cannot be parsed, 130 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     for stream in (sys.stdout, sys.stderr):  # a console that lacks a character shows its number instead
         with suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, _terminated)
     try:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, _terminated)
+        starting.loaded()
         cli.main(args=words, prog_name="lib-merge", standalone_mode=False)
         sys.stdout.flush()
     except click.UsageError as error:
-        print_usage_error(error)
+        print_usage_error(error, as_json)
         return 2
     except (click.Abort, KeyboardInterrupt):
-        print("error: interrupted; what was not finished is removed", file=sys.stderr)
-        return _INTERRUPTED
+        print_error(MergeError(starting.TOLD), as_json)
+        return starting.INTERRUPTED
     except MergeError as error:
         if "--debug" in words:
             raise
-        print_error(error, "--json" in words)
+        print_error(error, as_json)
         return 1
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -77,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in words:
             raise
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        print("hint: this should not happen: run it again with --debug and report what it shows", file=sys.stderr)
+        hint = "this should not happen: run it again with --debug and report what it shows"
+        print_error(MergeError(f"{type(error).__name__}: {error}", hint=hint), as_json)
         return 1
     return 0
 
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """The whole process: the command line, then its exit status."""
     status = main()
-    if status == _INTERRUPTED:  # torch may be half loaded: its own threads would abort an orderly end
+    if status == starting.INTERRUPTED:  # torch may be half loaded: its own threads would abort an orderly end
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

@@ -13,7 +13,7 @@ from ..fold import Folded, fold, fold_check, quantizer_check
 from ..fold.rounding import CHOICES
 from ..version import __version__
 from .options import Command, asked, debug_option, json_option, options, running_options
-from .show import Bar, print_json, print_problems
+from .show import Bar, error_fields, print_json, print_problems
 
 _rounding = click.option(
     "--rounding",
@@ -63,7 +63,8 @@ def finish_fold(
     with Bar() as bar:
         made = work({**how, "on_progress": bar})
     if options["dry_run"]:
-        print_json(_plan_dict(made)) if as_json else print(_describe_plan(made))
+        failed = {"error": error_fields(made.problems)["error"]} if made.problems else {}
+        print_json({**_plan_dict(made), **failed}) if as_json else print(_describe_plan(made))
         if made.problems:
             print_problems(made.problems)
             raise SystemExit(1)

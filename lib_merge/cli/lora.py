@@ -9,7 +9,6 @@ from typing import Any, Literal
 import click
 
 from .. import report
-from ..errors import RecipeError
 from ..families import STYLES
 from ..lora import Comparison as LoraComparison
 from ..lora import Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
@@ -122,7 +121,7 @@ def _resize(lora: str, params: Sequence[str], metadata: str | None, **options: A
 
 
 @_group.command("compare")
-@click.argument("loras", nargs=-1, required=True, metavar="LORA ...")
+@click.argument("loras", nargs=-1, required=True, metavar="LORA[@W][:BLOCKS] ...")
 @click.option("--report", "report_path", metavar="FILE", help="Write a per-weight report: .csv, .json or .html.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing report.")
 @lora_alpha_option
@@ -133,12 +132,12 @@ def _compare(
 ) -> None:
     """Ranks and sizes of LoRAs, for each pair whether they pull together, and which can be merged into one.
 
-    LORA@-1 turns a LoRA round, as a negative strength would.
+    LORA@-1 turns a LoRA round, as a negative strength would; block weights count, LORA:BASE=0 leaves text encoders out.
     """
     table = Path(report_path) if report_path else None
     if table is not None:
         report.check_report_path(table, overwrite)
-    found = compare_loras(*(_three(lora_argument(text)) for text in loras), lora_alpha=lora_alpha)
+    found = compare_loras(*map(lora_argument, loras), lora_alpha=lora_alpha)
     if table is not None:
         report.save(found.rows, table, "compared LoRAs", {})
     print_json(found.to_dict()) if as_json else print(_compared(found))
@@ -159,7 +158,7 @@ def _compared(found: LoraComparison) -> str:
     if len(found.loras) > 1:
         groups = [" + ".join(group) for group in found.together]
         lines.append(f"can be merged into {'one' if len(groups) == 1 else len(groups)}: {'; '.join(groups)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"note: {text}" for text in found.notes)])
 
 
 @_group.command("convert")
@@ -184,13 +183,6 @@ def _convert(path: str, as_json: bool, debug: bool, no_fsync: bool, hash: bool, 
     """
     made = convert_lora(path, fsync=not no_fsync, hash=hash or as_json, **options)
     print_json(made.to_dict()) if as_json else print(_renamed(made, options["dry_run"]))
-
-
-def _three(given: tuple[str, float, float | None, str]) -> tuple[str, float, float | None]:
-    path, strength, text, blocks = given
-    if blocks:
-        raise RecipeError("a comparison takes no block weights", hint=f"write {path}@{strength:g}")
-    return path, strength, text
 
 
 def _rank(name: str, text: str | None) -> int | Literal["auto"] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -47,9 +47,19 @@ def print_error(error: MergeError, as_json: bool) -> None:
     only = Problem("error", error.what, error.file, error.tensor, error.hint)
     problems = error.problems if isinstance(error, PlanError) else (only,)
     if as_json:
-        fields = {"what": error.what, "file": error.file, "tensor": error.tensor, "hint": error.hint}
-        print_json({"error": fields, "problems": [vars(problem) for problem in problems]})
+        print_json(error_fields(problems, error.what))
     print_problems(problems)
+
+
+def error_fields(problems: Sequence[Problem], what: str | None = None) -> dict[str, Any]:
+    """`error` and `problems` of a command that failed, for `--json`: the same fields whatever went wrong.
+
+    Args:
+        problems: all findings, the worst first; the first one is the error.
+        what: the error in one sentence, where it is not the first finding's.
+    """
+    first = {name: value for name, value in vars(problems[0]).items() if name != "level"}
+    return {"error": {**first, "what": what or problems[0].what}, "problems": [vars(problem) for problem in problems]}
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
@@ -61,11 +71,10 @@ def print_problems(problems: Iterable[Problem]) -> None:
             print(f"hint: {item.hint}", file=sys.stderr)
 
 
-def print_usage_error(error: click.UsageError) -> None:
+def print_usage_error(error: click.UsageError, as_json: bool) -> None:
     """What is wrong with a command line, and where its help is."""
     if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: click shows the help
         error.show()
         return
-    print(f"error: {error.format_message()}", file=sys.stderr)
     command = error.ctx.command_path if error.ctx else "lib-merge"
-    print(f"hint: {command} --help", file=sys.stderr)
+    print_error(MergeError(error.format_message(), hint=f"{command} --help"), as_json)

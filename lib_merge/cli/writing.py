@@ -32,7 +32,7 @@ from .options import (
     writing_options,
 )
 from .parse import lora_argument, metadata_object, model_argument, parameters, rule
-from .show import Bar, print_json, print_problems
+from .show import Bar, error_fields, print_json, print_problems
 from .text import describe_plan, describe_result, plan_dict, report_header
 
 
@@ -232,8 +232,10 @@ def _finish(work: Callable[[dict[str, Any]], Result], options: dict[str, Any]) -
     with Bar() as bar:
         made = work({**how, "on_progress": bar})
     if options["dry_run"]:
-        print_json(plan_dict(made.plan)) if as_json else print(describe_plan(made.plan))
-        if errors := made.plan.errors():
+        errors = made.plan.errors()
+        failed = {"error": error_fields(errors)["error"]} if errors else {}
+        print_json({**plan_dict(made.plan), **failed}) if as_json else print(describe_plan(made.plan))
+        if errors:
             print_problems(errors)
             raise SystemExit(1)
         return

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ..changes import LoraLike, named_loras
 from ..choose import Numbers, choose
 from ..families import Detected
-from ..recipe import Recipe
+from ..lazy import torch
+from ..recipe import Lora, Recipe
 from ._facts import facts_of
 from ._groups import Group, grouped
 from ._inputs import Input, open_inputs
@@ -33,16 +36,18 @@ class Comparison:
         pairs: one for each pair: a, b, shared, cosine, overlap, conflict, conflict_expected, compatibility, strategy.
         together: files that can be merged into one LoRA, in the order of the stack; each file is in one of them.
         rows: report, one row for each weight that several change.
+        notes: what the user should know of the block weights.
     """
 
     loras: list[dict[str, Any]]
     pairs: list[dict[str, Any]]
     together: list[list[str]]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"loras": self.loras, "pairs": self.pairs, "together": self.together}
+        return {"loras": self.loras, "pairs": self.pairs, "together": self.together, "notes": self.notes}
 
 
 @dataclass
@@ -65,7 +70,7 @@ class _Tally:
 
 
 def compare_loras(*loras: LoraLike, lora_alpha: float | None = None) -> Comparison:
-    """Compare LoRAs without merging them; strengths do not count, but their signs do.
+    """Compare LoRAs without merging them; strengths do not count, but their signs do, and block weights.
 
     Args:
         *loras: as for `merge_loras`.
@@ -81,7 +86,8 @@ def compare_loras(*loras: LoraLike, lora_alpha: float | None = None) -> Comparis
     given, paths = named_loras(loras, lora_alpha)
     located = {slot: Path(path) for slot, path in paths.items()}
     with opened(located) as sources:
-        inputs = open_inputs(Recipe(task="lora_merge", loras=given), sources)
+        loras_at_1 = tuple(map(_at_full_strength, given))
+        inputs = open_inputs(Recipe(task="lora_merge", loras=loras_at_1), sources)
         left_out = [
             f"{item.slot}/{key}" for item in inputs for piece in item.adapter.pieces if not item.is_linear(piece)
             for key in piece.keys.values()
@@ -89,9 +95,11 @@ def compare_loras(*loras: LoraLike, lora_alpha: float | None = None) -> Comparis
         tallies = {number: _Tally() for number in range(1, len(inputs) + 1)}
         found, rows = [], []
         family = next((item.found for item in inputs if item.found.family), Detected())
-        for group in map(_at_full_strength, grouped(inputs, left_out)):
-            members = members_of(group)
-            relations = relate(group, members)
+        for group in grouped(inputs, left_out):
+            members = [member for member in members_of(group) if member.strength]
+            if not members:  # block weights of 0 leave it out
+                continue
+            relations = _strong(relate(group, members))
             for member, norm in zip(members, relations.norms, strict=True):
                 tallies[member.number].add(member, norm)
             if len(members) > 1:
@@ -99,14 +107,21 @@ def compare_loras(*loras: LoraLike, lora_alpha: float | None = None) -> Comparis
                 rows.append(_row(group, relations, members, family))
     pairs = [_pair(pair, inputs, tallies) for pair in _all_pairs(found, len(inputs))]
     return Comparison([_described(item, tallies[n]) for n, item in enumerate(inputs, 1)], pairs,
-                      _together([item.lora.file for item in inputs], pairs), rows)  # fmt: skip
+                      _together([item.lora.file for item in inputs], pairs), rows,
+                      [problem.what for item in inputs for problem in item.problems])  # fmt: skip
 
 
-def _at_full_strength(group: Group) -> Group:
-    """Every LoRA at 1, or −1 where it is meant the other way round."""
-    return replace(
-        group, terms=tuple(replace(term, strength=math.copysign(1.0, term.strength)) for term in group.terms)
-    )
+def _at_full_strength(lora: Lora) -> Lora:
+    """A LoRA at 1, or −1 where it is meant the other way round; its block weights multiply that."""
+    text = None if lora.te_strength is None else math.copysign(1.0, lora.te_strength)
+    return structs.replace(lora, strength=math.copysign(1.0, lora.strength), te_strength=text)
+
+
+def _strong(relations: Relations) -> Relations:
+    """The same of changes that have the size of their strengths."""
+    sizes = torch.tensor([abs(strength) for strength in relations.strengths], dtype=relations.gram.dtype)
+    signs = tuple(math.copysign(1.0, strength) for strength in relations.strengths)
+    return replace(relations, gram=relations.gram * sizes * sizes[:, None], strengths=signs)
 
 
 def _row(group: Group, relations: Relations, members: Sequence[Member], family: Detected) -> dict[str, Any]:

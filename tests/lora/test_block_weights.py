@@ -128,8 +128,25 @@ def test_the_recipe_keeps_them(two, tmp_path, capsys):
     assert verify(out, models=[tmp_path]).ok
     run(recipe, out=again, models=[tmp_path])
     assert again.read_bytes() == out.read_bytes()
-    assert main(["lora", "compare", words[0], str(two[1])]) == 1
-    assert "no block weights" in capsys.readouterr().err
+
+
+def test_a_comparison_takes_them(two, capsys):
+    """Cosine and norms by hand, of what the blocks leave at their size; strengths do not count."""
+    blocks = {LINEAR: 0.5, CONV: 0.5, UP: 1.0}  # the text encoder is left out
+    assert main(["lora", "compare", f"{two[0]}@0.3:BASE=0,IN01=0.5,M00=2", f"{two[1]}@-1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    one, other = (deltas(path) for path in two)
+    weighted = {stem: size * one[stem] for stem, size in blocks.items()}
+    want = sum(float(change.pow(2).sum()) for change in weighted.values()) ** 0.5
+    assert [row["norm"] for row in told["loras"]] == pytest.approx(
+        [want, sum(float(change.pow(2).sum()) for change in other.values()) ** 0.5], rel=1e-6
+    )
+    (pair,) = told["pairs"]
+    dot = -sum(float((weighted[stem] * other[stem]).sum()) for stem in weighted)
+    shared = sum(float(other[stem].pow(2).sum()) for stem in weighted) ** 0.5
+    assert pair["shared"] == 3
+    assert pair["cosine"] == pytest.approx(dot / want / shared, abs=1e-6)
+    assert ["M00" in note for note in told["notes"]] == [True]
 
 
 def test_without_block_weights_nothing_is_said(two):
