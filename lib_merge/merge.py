@@ -95,6 +95,8 @@ def merge(
     given_models = dict(zip(SLOTS, (a, b, *more), strict=False))
     models: dict[str, Slot | None] = {slot: _model(model) for slot, model in given_models.items()}
     paths = {slot: model[0] if isinstance(model, tuple) else model for slot, model in given_models.items()}
+    if lora_alpha is not None and not loras:
+        raise RecipeError("lora_alpha takes effect only with a LoRA", hint="leave it out, or name one with --lora")
     baked, lora_paths = named_loras(loras, lora_alpha)
     recipe = Recipe(
         task="merge",

@@ -257,6 +257,10 @@ def _without_effect(recipe: Recipe, sources: Mapping[str, Source], steps: Sequen
     yield from twins({slot: sources[slot] for slot in loras if slot in sources})
     if loras and not any(lora.strength or lora.te_strength for lora in recipe.loras):
         yield Problem("note", "every LoRA has strength 0: the checkpoint gets nothing of them")
+    if recipe.seed and recipe.method and not method(recipe.method).random:
+        yield Problem("note", f"seed changes nothing: {recipe.method} is not random")
+    if recipe.glob and not (recipe.exclude or recipe.discard or recipe.rules):
+        yield Problem("note", "glob changes nothing: there are no patterns")
     merges = [step.merge for step in steps if step.merge is not None and step.action == "merged"]
     if merges and all(node.params.get(method(node.method).strength) == 0 for node in merges):
         told = " and ".join(sorted({method(node.method).strength for node in merges}))

@@ -37,7 +37,8 @@ def test_a_preset_wants_as_many_models_as_it_leaves_open(models, capsys, given):
     files = [models / "a.safetensors"] * given
     words = ["run", "style-30-percent", *files, "-o", models / "out.safetensors"]
     assert main([str(word) for word in words]) == 1
-    assert f"takes 2 models, for A, B; {given} are given" in capsys.readouterr().err
+    told = {0: "none is given", 1: "1 is given"}.get(given, f"{given} are given")
+    assert f"takes 2 models, for A, B; {told}" in capsys.readouterr().err
     assert not (models / "out.safetensors").exists()
 
 

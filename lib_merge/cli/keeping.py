@@ -103,10 +103,11 @@ def with_inputs(
     """
     slots = open_slots(recipe)
     if len(models) != len(slots):
-        wanted = f"{len(slots)} models, for {', '.join(slots)}" if slots else "no models: it names its own"
-        raise RecipeError(
-            f"this recipe takes {wanted}; {len(models)} are given", hint="lib-merge run RECIPE A B -o OUT"
-        )
+        count = f"{len(slots)} model{'s' * (len(slots) > 1)}"
+        wanted = f"{count}, for {', '.join(slots)}" if slots else "no models: it names its own"
+        told = {0: "none is given", 1: "1 is given"}.get(len(models), f"{len(models)} are given")
+        hint = f"lib-merge run RECIPE{''.join(f' {slot}' for slot in slots)} -o OUT"
+        raise RecipeError(f"this recipe takes {wanted}; {told}", hint=hint)
     more, paths = named_loras(loras, None)
     before = len(recipe.loras)
     files = {slot: Path(os.path.abspath(path)) for slot, path in zip(slots, models, strict=True)}

@@ -13,6 +13,7 @@ from ..catalog import Catalog, refuse_missing, search
 from ..errors import OutputError, RecipeError
 from ..execute import Result
 from ..files.hashes import HashCache
+from ..files.publish import output_errors
 from ..lora import TASKS
 from ..merge import bake, convert, merge, run
 from ..recipe import files
@@ -210,7 +211,8 @@ def _demo(folder: str, overwrite: bool, debug: bool) -> None:
     for path in (a, b, out, table):
         if path.exists() and not overwrite:
             raise OutputError("the demo would replace a file", file=path, hint="name another folder, or --overwrite")
-    root.mkdir(parents=True, exist_ok=True)
+    with output_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
     for number, path in enumerate((a, b)):
         make_sample(path, number)
     print(f"made {a} and {b}\n\n$ lib-merge merge {a} {b} --alpha 0.3 -o {out} --report {table} --overwrite")

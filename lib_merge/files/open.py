@@ -52,5 +52,6 @@ def _similar(path: Path) -> str | None:
         return None
     if whole := [name for name in names if os.path.splitext(name)[0] == path.name and name.endswith(_ENDINGS)]:
         return f"did you mean {' or '.join(sorted(whole))}?"
-    close = difflib.get_close_matches(path.name, names, 1)
+    same = [name for name in names if name.lower() == path.name.lower()]  # as another system would find it
+    close = same or difflib.get_close_matches(path.name, names, 1)
     return f"did you mean {close[0]}?" if close else None

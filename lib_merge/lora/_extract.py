@@ -18,7 +18,7 @@ from ..lazy import torch
 from ..matching import finder
 from ..quant.coded import HINT as CODED_HINT
 from ..quant.coded import coded_tensors
-from ..recipe import Recipe
+from ..recipe import Recipe, called
 from ._module import Module
 from ._planned import Planned
 from ._rounding import rounded_to
@@ -94,7 +94,11 @@ def extract_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     tuned, base = sources["A"], sources["B"]
     wishes = Wishes.read(recipe.params)
     tensors = {key: (info.dtype, info.shape) for key, info in tuned.tensors.items()}
-    for source in (tuned, base):
+    for slot, source in (("A", tuned), ("B", base)):
+        if detect({key: (info.dtype, info.shape) for key, info in source.tensors.items()}).kind == "adapter":
+            what = f"{called(slot)} is a LoRA, not a checkpoint"
+            hint = "to take one LoRA from another: lib-merge lora merge A B@-1 -o OUT"
+            raise RecipeError(what, file=source.path, hint=hint)
         coded = coded_tensors({key: info.dtype for key, info in source.tensors.items()})
         if coded:
             key = next(iter(coded))

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CancelledError, PlanError, RecipeError
+from ..errors import CancelledError, PlanError, Problem, RecipeError
 from ..execute import Running
 from ..files.companion import ADAPTER_CONFIG
+from ..files.folders import WEIGHTS
 from ..files.sink import FileSink, OutPart
 from ..files.target import target_problems
 from ..files.temporary import sweep
@@ -105,16 +106,34 @@ def _peft_config(modules: Sequence[Module], fan_in_fan_out: bool) -> dict[str, A
     }
 
 
-def check_target(target: Path, inputs: Mapping[str, Path], nbytes: int, how: Running) -> None:
+def check_target(
+    target: Path, inputs: Mapping[str, Path], nbytes: int, how: Running, names: Callable[[], Sequence[str]]
+) -> None:
     """Everything that would keep the result from being published.
+
+    Args:
+        target: `.safetensors` file, or a folder for PEFT.
+        inputs: slot -> path.
+        nbytes: expected size of the result, 0 where it is not known.
+        how: overwrite.
+        names: the names of the result's modules; asked for only where they count.
 
     Raises:
         PlanError: says all of it.
     """
     folder = target.suffix != ".safetensors"
+    if target.suffix.lower() in WEIGHTS:
+        folder = False  # meant as a file, of a kind that is not written
     problems = list(target_problems(target, folder=folder, overwrite=how.overwrite, inputs=inputs, size_bytes=nbytes))
+    if folder and not problems and not any(name.startswith(PEFT_STEM) for name in names()):
+        problems.append(_no_folder(target))
     if problems:
         raise PlanError(problems)
+
+
+def _no_folder(target: Path) -> Problem:
+    what = "the output is a folder, but these names are not PEFT's"
+    return Problem("error", what, str(target), hint=f"write {target.name}.safetensors")
 
 
 def write(
@@ -134,11 +153,7 @@ def write(
     """
     folder = target.suffix != ".safetensors"
     if folder and result.config is None:
-        raise RecipeError(
-            "the output is a folder, but these names are not PEFT's",
-            file=target,
-            hint=f"write {target.name}.safetensors",
-        )
+        raise PlanError([_no_folder(target)])
     shapes = {key: (dtype, tuple(tensor.shape)) for key, (dtype, tensor) in result.tensors.items()}
     part = OutPart(_WEIGHTS if folder else target.name, "", shapes, metadata)
     sweep(target.parent)

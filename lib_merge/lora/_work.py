@@ -173,7 +173,8 @@ def carry_out(work: Work, target: Path, how: Running) -> LoraResult:
     if how.device != "cpu":
         work.problems.append(Problem("warning", f"LoRAs are made on the CPU; {how.device} is not used"))
     _refuse(work, how)
-    _output.check_target(target, {slot: source.path for slot, source in work.sources.items()}, work.nbytes, how)
+    paths = {slot: source.path for slot, source in work.sources.items()}
+    _output.check_target(target, paths, work.nbytes, how, lambda: [step.key for step in work.planned()])
     if how.dry_run:
         plan = _plan(work, how)
         return replace(_result(work, target, [], how), plan=plan, output_bytes=plan.output_bytes)

@@ -279,7 +279,7 @@ def carry_out_recipe(recipe: Recipe, located: Mapping[str, PathLike], target: Pa
         MergeError: see `lib_merge.errors`; nothing is written in that case.
     """
     target = numbered(target) if how.number else target
-    if os.path.lexists(target) and not how.overwrite:  # said before anything is read
+    if target.name and os.path.lexists(target) and not how.overwrite:  # said before anything is read
         raise OutputError("the output exists", file=target, hint="choose another name, or --overwrite, or --number")
     with opened({slot: Path(path) for slot, path in located.items()}) as sources:
         return carry_out(TASKS[recipe.task](recipe, sources), target, how)
