@@ -80,15 +80,15 @@ class Operands:
         """Forget the last tile."""
         self._read, self._drawn, self._taken = {}, {}, 0
 
-    def read_ahead(self, tile: Tile) -> None:
-        """The stored bytes and the draws of all elements; neither needs the interpreter or the cache of a core."""
+    def read_ahead(self, tile: Tile, *, drawn: bool = True) -> None:
+        """The stored bytes and, where wanted, the draws of all elements; neither needs the interpreter."""
         for node in walk(tile.step.node):
             if isinstance(node, Stored) and node not in self._read and node.shape == tile.step.shape:
                 size = DTYPES[node.dtype].bits // 8
                 buffer = self._buffer(len(self._read), tile.count * size)
                 self._sources[node.slot].read_into(node.key, tile.low * size, buffer.bytes(tile.count * size))
                 self._read[node] = buffer
-            elif isinstance(node, Merged):
+            elif isinstance(node, Merged) and drawn:
                 self.draw_ahead(node, tile.low, tile.count)
 
     def draw_ahead(self, node: Merged, low: int, count: int) -> None:
@@ -103,10 +103,6 @@ class Operands:
         over = (buffer for node, buffer in self._read.items() if DTYPES[node.dtype].bits >= bits)
         return next(over, None) or self._buffer(len(self._read), tile.count * bits // 8)
 
-    def room_beside(self, tile: Tile) -> Buffer:
-        """Where a result goes that must not lie over what it is computed from."""
-        return self._buffer(len(self._read), tile.count * DTYPES[tile.step.dtype].bits // 8)
-
     def stored(self, tile: Tile) -> list[NDArray[np.uint8]]:
         """The bytes that were read ahead of the operands of a step's method, in their order."""
         return [
@@ -114,11 +110,6 @@ class Operands:
             for node in tile.step.node.inputs
             if isinstance(node, Stored)
         ]
-
-    def drawn(self, tile: Tile) -> NDArray[np.uint16] | None:
-        """The draws of a step's method that were made ahead; None where nothing is left to chance."""
-        node = tile.step.node
-        return self._drawn[node.stream][1] if isinstance(node, Merged) and node.stream in self._drawn else None
 
     def room(self, tile: Tile) -> Callable[[int], Tensor]:
         """Room for the numbers of one more node; takes how many are wanted."""

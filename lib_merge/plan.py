@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from . import fused
 from . import recipe as recipes
 from .errors import FileError, PlanError, Problem, RecipeError
 from .families import detect
@@ -91,7 +92,8 @@ class Plan:
     def peak_bytes(self) -> int:
         """Expected peak resident memory of the process, torch included."""
         between = KEEP_BYTES if any(step.measured for step in self.steps) else 0
-        return _BASE_BYTES + between + self.threads * max(map(worker_bytes, self.steps), default=0)
+        workers = self.threads * max(map(worker_bytes, self.steps), default=0)
+        return _BASE_BYTES + between + fused.memory(self.steps) + workers
 
     def errors(self) -> list[Problem]:
         """The problems that stop the run."""

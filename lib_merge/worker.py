@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from . import fused
 from .baking import Baking
 from .buffers import Buffer
 from .errors import NumberError
 from .files.dtypes import DTYPES
 from .files.source import Source
-from .fused import NONE, Loops
 from .kernels.measure import all_finite
 from .kernels.random import draws
 from .kernels.registry import Method, method
@@ -59,7 +59,7 @@ class Worker:
         turn: AbstractContextManager[Any],
         watch: Watch | None,
         device: str = "cpu",
-        loops: Loops = NONE,
+        loops: fused.Loops = fused.NONE,
     ) -> None:
         self._loops = loops
         self._sources, self._sink, self._most, self._turn = sources, sink, most, turn
@@ -87,29 +87,23 @@ class Worker:
         elif isinstance(step.node, Baked):
             self._bake(tile, step.node)
         elif tile.piece:
-            self._run_in_pieces(tile, measures)
+            out = fused.compute(self._loops.of(step), self._in, tile, measures)
+            self._write(tile, out or self._compute_in_pieces(tile, measures))
+        elif step.measured and (out := fused.compute(self._loops.of(step), self._in, tile, ())):
+            self._write(tile, out)
         else:
+            self._in.begin()
             self._store(step, tile.low, self._program(step.node, tile, measures)(tile.low, tile.count))
 
-    def _run_in_pieces(self, tile: Tile, measures: Sequence[Any]) -> None:
-        """Read all, compute all at once or piece by piece, write all."""
-        self._in.read_ahead(tile)
-        out = self._fuse(tile) or self._compute_in_pieces(tile, measures)
+    def _write(self, tile: Tile, out: Buffer) -> None:
         size = DTYPES[tile.step.dtype].bits // 8
         self._sink.write(tile.step.key, tile.low * size, out.bytes(tile.count * size))
 
-    def _fuse(self, tile: Tile) -> Buffer | None:
-        """What was read ahead through a compiled loop; None where there is none, or where it met what is not finite."""
-        loop = self._loops.of(tile.step)
-        if loop is None:
-            return None
-        out = self._in.room_beside(tile)
-        raw, draws = self._in.stored(tile), self._in.drawn(tile)
-        return out if loop(raw, draws, out.array(tile.count * DTYPES[tile.step.dtype].bits // 8)) else None
-
     def _compute_in_pieces(self, tile: Tile, measures: Sequence[Any]) -> Buffer:
-        """What was read ahead, piece by piece."""
+        """All of a tile by its method, piece by piece."""
         step, dtype, saturated = tile.step, DTYPES[tile.step.dtype], self.results.saturated
+        self._in.begin()
+        self._in.read_ahead(tile)
         # What takes long to compute gains more from all threads than it loses while they wait for the interpreter.
         with nullcontext() if step.measured else self._turn:
             out = self._compute(tile, measures, self.results.narrow)
@@ -135,6 +129,12 @@ class Worker:
         self._in.begin()
         node = tile.step.node
         assert isinstance(node, Merged)
+        loop = self._loops.of(tile.step)
+        if loop is not None:
+            try:
+                return fused.measure(loop, self._in, tile, number, measures)
+            except ArithmeticError:
+                self._in.begin()  # and the method says what is wrong
         operands = [self._program(item, tile, examined=True)(tile.low, tile.count) for item in node.inputs]
         return self._part(node, operands, tile.low, number, measures)
 

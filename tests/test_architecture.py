@@ -31,7 +31,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *("history", "lora_strengths", "channels", "decoding", "prediction", "repairs", "vae"),
     ),
     ("changes", "baking"),
-    ("resolve", "contrast", "fused", "operands"),
+    ("resolve", "contrast", "operands"),
+    ("fused",),
     ("plan", "results", "differences"),
     ("worker",),
     ("engine", "watch"),
@@ -51,6 +52,8 @@ TORCH_BELOW = {"lazy", "kernels", "adapters", "quant", "files"}
 TORCH_ABOVE = {
     "baking",
     "buffers",
+    "compiled",
+    "fused",
     "operands",
     "ports",
     "crew",

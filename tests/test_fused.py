@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import lib_merge
-from lib_merge import compiled, fused
+from lib_merge import compiled, fused, tiles
 from lib_merge.errors import NumberError
 from lib_merge.kernels.registry import method
 from tests.kernels.applying import generic, settings
 from tests.test_methods import QUICK, save_all
 
 FUSED = (
-    *("add_difference", "multiply_difference", "power_up_dare", "subtract_weights", "sum_twice"),
-    *("train_difference", "triple_sum", "weighted_sum"),
+    *("add_difference", "comparative_interpolation", "enhanced_auto_interp", "enhanced_man_interp"),
+    *("multiply_difference", "power_up_dare", "power_up_dare_enhanced", "power_up_dare_ties"),
+    *("power_up_dare_ties_enhanced", "subtract_weights", "sum_twice", "train_difference", "triple_sum"),
+    *("weight_sum_cutoff", "weighted_sum"),
 )
 
 
@@ -26,16 +29,18 @@ def small(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Which methods' loops have computed how many tiles."""
+    """Methods of the tiles that loops were asked for, and whether they gave a result."""
     pytest.importorskip("numba")
     loops, done = compiled.available(), []
-    plain = loops.loop
+    plain = loops.Loop.compute
+    names = {id(formula): name for name, formula in loops.FORMULAS.items()}
 
-    def loop(name, *rest):
-        found = plain(name, *rest)
-        return found and (lambda *operands: done.append(name) or found(*operands))
+    def compute(self, *rest):
+        made = plain(self, *rest)
+        done.append((names[id(self.formula)], made))
+        return made
 
-    monkeypatch.setattr(loops, "loop", loop)
+    monkeypatch.setattr(loops.Loop, "compute", compute)
     return done
 
 
@@ -45,21 +50,45 @@ def models(tmp_path, chosen, dtype=torch.float16, shape=(301, 97)):
     return save_all(tmp_path / "in", found)
 
 
+# Parameters beside those of `settings`: the ends of ranges, and powers that are whole numbers or need float64.
+MORE = {
+    "comparative_interpolation": [
+        *({"alpha": alpha, "beta": beta, "gamma": 0.5} for alpha in (0.25, 0.3, 0.5, 0.7) for beta in (0, 1)),
+        {"alpha": 1 / 3, "gamma": 0},
+    ],
+    "enhanced_auto_interp": [{"alpha": 1, "beta": 0.6, "gamma": 0}, {"alpha": 0.8, "beta": 1}],
+    "enhanced_man_interp": [{"alpha": 0.3}, {"alpha": 0.8, "beta": 0.2, "gamma": 0.9, "delta": 0.5}],
+    "power_up_dare_enhanced": [{"alpha": 1, "gamma": 1}, {"alpha": 0.3, "gamma": 0.5, "delta": -2, "rescale": True}],
+    "power_up_dare_ties": [{"beta": 0}, {"alpha": 0, "beta": 0.3}, {"gamma": -1.5}],
+    "power_up_dare_ties_enhanced": [{"beta": 0}, {"delta": 0.3, "zeta": 0.5}, {"delta": 1, "zeta": 1, "gamma": -0.5}],
+    "weight_sum_cutoff": [{"alpha": 0.3}, {"alpha": 1, "beta": 0.8, "gamma": 0.3}, {"alpha": 0.3, "beta": 0.7}],
+}
+SHAPES = {"conv": (64, 40, 3, 3), "matrix": (301, 97), "row": (1, 700), "vector": (613,), "one": (1,)}
+
+
+@pytest.mark.parametrize("way", [{}, {"tile": 20_011, "threads": 1}], ids=["kept", "in tiles"])
 @pytest.mark.parametrize("id", FUSED)
-def test_a_method_is_fused_and_gives_the_bytes_of_torch(tmp_path, monkeypatch, counted, id):
+def test_a_method_is_fused_and_gives_the_bytes_of_torch(tmp_path, monkeypatch, counted, id, way):
     chosen = method(id)
-    paths = models(tmp_path, chosen)
-    for number, params in enumerate(settings(chosen)):
+    if way:  # nothing stays in memory between two passes
+        monkeypatch.setattr(tiles, "KEEP_BYTES", 0)
+    models = {slot: {} for slot in chosen.inputs}
+    for number, (key, shape) in enumerate(SHAPES.items()):
+        for slot, tensor in zip(chosen.inputs, generic(chosen, shape, seed=number), strict=True):
+            models[slot][key] = tensor.half()
+    paths = save_all(tmp_path / "in", models)
+    for number, params in enumerate([*settings(chosen), *map(chosen.check, MORE.get(id, []))]):
         if not chosen.needs_whole(params):
             written = []
             for limit in (0, 1 << 60):
                 monkeypatch.setattr(fused, "WORTH_BYTES", limit)
                 out = tmp_path / f"{number}_{limit}.safetensors"
-                lib_merge.merge(*paths, out=out, method=id, params=params, tile=10_007, threads=2, **QUICK)
-                written.append(out.read_bytes())
-            assert written[0] == written[1]
-    assert counted
-    assert set(counted) == {id}
+                lib_merge.merge(*paths, out=out, method=id, params=params, **QUICK, **way)
+                written.append(load_file(out))
+            for key in SHAPES:
+                assert torch.equal(written[0][key].view(torch.int16), written[1][key].view(torch.int16)), (params, key)
+    assert (id, True) in counted
+    assert {name for name, _ in counted} == {id}
 
 
 def test_the_formulas_are_those_that_are_tried_here(counted):
@@ -99,6 +128,6 @@ def test_damage_is_told_in_the_same_words(tmp_path, monkeypatch, counted, place)
         with pytest.raises(NumberError) as caught:
             lib_merge.merge(*paths, out=tmp_path / "out.safetensors", **QUICK)
         told.append(str(caught.value))
-    assert counted
+    assert counted == [("weighted_sum", False)]
     assert told[0] == told[1]
     assert f"model {place}" in told[0]

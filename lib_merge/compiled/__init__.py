@@ -1,4 +1,4 @@
-"""Methods as loops in machine code, by numba: formulas for one element, formats of numbers, and one loop for all.
+"""Methods as loops in machine code, by numba: formulas for one element, what they need to know, and one loop for all.
 
 Nothing here refuses: what a loop meets that is not finite goes back to `kernels`, whose bytes it gives.
 """

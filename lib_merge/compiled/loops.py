@@ -3,104 +3,142 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
-from .formulas import FORMULAS
-from .numbers import BEYOND, KEPT_IN, known, narrow, widen
+from ..kernels.scratch import flat_room
+from ..lazy import torch
+from . import chances, shares, sums
+from .formula import Formula, Params, Seen, no_base, powered, product
+from .numbers import BEYOND, KEPT_IN, compiled, known, narrow, widen
+from .philox import Draws
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# (stored operands, draws or None, room for the stored result) -> True when all of them are finite; else it is void.
-Loop = Callable[[Sequence["NDArray[np.uint8]"], "NDArray[np.uint16] | None", "NDArray[np.uint8]"], bool]
+    Bytes = NDArray[np.uint8]
 
-# Never fastmath, and no contraction: those bits differ from processor to processor.
-_compiled = numba.njit(nogil=True, error_model="numpy")
+FORMULAS: Mapping[str, Formula] = {**sums.FORMULAS, **shares.FORMULAS, **chances.FORMULAS}
+
+_INFINITE = np.float32(np.inf)
 
 
-def loop(method: str, params: Mapping[str, Any], dtypes: Sequence[str], result: str) -> Loop | None:
-    """The loop of a method over operands of some safetensors dtypes; None where there is none.
+@dataclass(frozen=True)
+class Loop:
+    """A method with its parameters, over operands of some dtypes.
 
-    Args:
-        method: id.
+    Attributes:
+        formula: the method's.
         params: all parameters.
-        dtypes: of the operands in order.
-        result: dtype to be stored.
+        dtypes: safetensors dtypes of the operands in order.
+        result: that of the result.
+        columns: of the matrix that tiles are rows of, for methods that ask for rows.
     """
-    if method not in FORMULAS or not {*dtypes, result} <= known():
-        return None
-    run, beyond, constants = (
-        _loop_of(method, len(dtypes)),
-        np.float32(BEYOND[result]),
-        FORMULAS[method].constants(params),
-    )
-    kept, kept_result = [KEPT_IN[dtype] for dtype in dtypes], KEPT_IN[result]
 
-    def over(operands: Sequence[NDArray[np.uint8]], draws: NDArray[np.uint16] | None, out: NDArray[np.uint8]) -> bool:
-        views = [operand.view(dtype) for operand, dtype in zip(operands, kept, strict=True)]
-        drawn = () if draws is None else (draws,)
-        return bool(run(*views, *drawn, out.view(kept_result), beyond, constants))
+    formula: Formula
+    params: Params
+    dtypes: tuple[str, ...]
+    result: str
+    columns: int
 
-    return over
+    def draws(self, key: int, first: int) -> Draws:
+        """Those of a stream from element `first` on."""
+        return Draws(key, first)
+
+    def measure(self, number: int, operands: Sequence[Bytes], draws: Draws | None, measures: Sequence[Any]) -> Any:
+        """A tile's part of a measure, as `kernels.registry.Measure.tile` gives it.
+
+        Args:
+            number: of the measure.
+            operands: stored bytes.
+            draws: of the elements, where something is left to chance.
+            measures: those before it.
+
+        Raises:
+            ArithmeticError: an operand is not finite.
+        """
+        return self.formula.measures[number](self._seen(operands, draws, measures))
+
+    def compute(self, operands: Sequence[Bytes], draws: Draws | None, measures: Sequence[Any], out: Bytes) -> bool:
+        """The stored result; False where it is void: a value is not finite, or `kernels` takes a way of its own.
+
+        Args:
+            operands: stored bytes.
+            draws: of the elements, where something is left to chance.
+            measures: of the whole tensor.
+            out: room for the result; may be an operand's whose elements are not smaller.
+        """
+        constants = self.formula.constants(self.params, measures)
+        if constants is None:
+            return False
+        seen, stored = self._seen(operands, draws, measures), _view(out, self.result)
+        beyond, run, is_open = np.float32(BEYOND[self.result]), _loop_of(self.formula), self.formula.gate(measures)
+        exponent = np.int32(self.formula.exponent(self.params))
+        if is_open is not None:
+            is_open = np.tile(is_open, min(seen.count, seen.piece) // self.columns)
+        for piece, m in powered(self.formula, seen, constants):
+            a, b, *more = (operand[piece] for operand in seen.operands)
+            # Not where it belongs at once: a loop whose result may lie over what it reads is not made of vectors.
+            result = _view(flat_room("result", a.size * stored.itemsize, torch.uint8).numpy(), self.result)
+            gate = None if is_open is None else is_open[: a.size]
+            if not run(
+                a, b, more[0] if more else None, m, gate, seen.drawn(piece), result, beyond, exponent, constants
+            ):
+                return False
+            stored[piece] = result
+        return True
+
+    def _seen(self, operands: Sequence[Bytes], draws: Draws | None, measures: Sequence[Any]) -> Seen:
+        views = [_view(operand, dtype) for operand, dtype in zip(operands, self.dtypes, strict=True)]
+        return Seen(views, draws, self.columns, self.params, measures)
 
 
-@cache
-def _loop_of(method: str, operands: int) -> Callable[..., bool]:
-    formula = FORMULAS[method]
-    found: Callable[..., bool] = _SHAPES[operands, formula.drawn](_compiled(formula.function))
+def _view(raw: Bytes, dtype: str) -> NDArray[Any]:
+    found: NDArray[Any] = raw.view(KEPT_IN[dtype])
     return found
 
 
-def _two(formula: Any) -> Any:
-    @_compiled
-    def run(a: Any, b: Any, out: Any, beyond: Any, constants: Any) -> Any:
+def loop(method: str, params: Params, dtypes: Sequence[str], result: str, columns: int) -> Loop | None:
+    """The loop of a method; None where there is none. See `Loop` for the arguments."""
+    formula = FORMULAS.get(method)
+    if formula is None or not {*dtypes, result} <= known() or not formula.fits(params):
+        return None
+    return Loop(formula, params, tuple(dtypes), result, columns)
+
+
+# A formula's letters -> it as a function of everything that an element has.
+_TAKES: dict[str, Callable[[Any], Any]] = {
+    "ab": lambda f: lambda a, b, c, m, g, d, constants: f(a, b, constants),
+    "abc": lambda f: lambda a, b, c, m, g, d, constants: f(a, b, c, constants),
+    "abd": lambda f: lambda a, b, c, m, g, d, constants: f(a, b, d, constants),
+    "abg": lambda f: lambda a, b, c, m, g, d, constants: f(a, b, g, constants),
+    "abmd": lambda f: lambda a, b, c, m, g, d, constants: f(a, b, m, d, constants),
+    "abmgd": lambda f: lambda a, b, c, m, g, d, constants: f(a, b, m, g, d, constants),
+}
+
+
+@cache
+def _loop_of(formula: Formula) -> Any:
+    function, base = compiled(_TAKES[formula.takes](compiled(formula.function))), compiled(formula.base or no_base)
+
+    @compiled
+    def run(
+        a: Any, b: Any, c: Any, m: Any, is_open: Any, draws: Any, out: Any, beyond: Any, exponent: Any, constants: Any
+    ) -> Any:
+        """What is None is compiled away; `is_open` is of one row."""
         bad = False
         for i in range(out.size):
             x, y = widen(a[i]), widen(b[i])
-            value = formula(x, y, constants)
-            bad |= not (abs(x) < _INFINITE and abs(y) < _INFINITE and abs(value) < beyond)
-            out[i] = narrow(value, out[i])
-        return not bad
-
-    return run
-
-
-def _two_drawn(formula: Any) -> Any:
-    @_compiled
-    def run(a: Any, b: Any, draws: Any, out: Any, beyond: Any, constants: Any) -> Any:
-        bad = False
-        for i in range(out.size):
-            x, y = widen(a[i]), widen(b[i])
-            value = formula(x, y, draws[i], constants)
-            bad |= not (abs(x) < _INFINITE and abs(y) < _INFINITE and abs(value) < beyond)
-            out[i] = narrow(value, out[i])
-        return not bad
-
-    return run
-
-
-def _three(formula: Any) -> Any:
-    @_compiled
-    def run(a: Any, b: Any, c: Any, out: Any, beyond: Any, constants: Any) -> Any:
-        bad = False
-        for i in range(out.size):
-            x, y, z = widen(a[i]), widen(b[i]), widen(c[i])
-            value = formula(x, y, z, constants)
+            z = np.float32(0) if c is None else widen(c[i])
+            powered = product(base(x, y, constants), exponent) if m is None else m[i]
+            gate = True if is_open is None else is_open[i] != 0
+            draw = np.float32(0) if draws is None else np.float32(draws[i])
+            value = function(x, y, z, powered, gate, draw, constants)
             bad |= not (abs(x) < _INFINITE and abs(y) < _INFINITE and abs(z) < _INFINITE and abs(value) < beyond)
             out[i] = narrow(value, out[i])
         return not bad
 
     return run
-
-
-_INFINITE = np.float32(np.inf)
-# (number of operands, drawn) -> what makes the loop of a formula.
-_SHAPES: dict[tuple[int, bool], Callable[[Any], Any]] = {
-    (2, False): _two,
-    (2, True): _two_drawn,
-    (3, False): _three,
-}

@@ -9,15 +9,19 @@ from functools import lru_cache
 from typing import Any
 
 import llvmlite.binding
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+# Never fastmath, and no contraction: those bits differ from processor to processor.
+compiled = numba.njit(nogil=True, error_model="numpy")
+
 _HALF, _FLOAT, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
 
 # safetensors dtype -> what its bits are kept in.
-KEPT_IN = {"F16": np.dtype(np.uint16), "BF16": np.dtype(np.int16), "F32": np.dtype(np.float32)}
+KEPT_IN: dict[str, Any] = {"F16": np.uint16, "BF16": np.int16, "F32": np.float32}
 # safetensors dtype -> smallest float32 that rounds to infinity.
 BEYOND = {"F16": 65520.0, "BF16": float.fromhex("0x1.ffp127"), "F32": float("inf")}
 
@@ -59,3 +63,25 @@ def narrow(typing: Any, value: Any, like: Any) -> Any:
         return args[0]
 
     return like(types.float32, like), code
+
+
+@intrinsic
+def bits_of(typing: Any, value: Any) -> Any:
+    """The bits of a float32 as int32, of a float64 as int64; of numbers that are not negative, in the same order."""
+    found = types.int64 if value == types.float64 else types.int32
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(found))
+
+    return found(value), code
+
+
+@intrinsic
+def upper_half(typing: Any, x: Any, y: Any) -> Any:
+    """Upper 64 bits of the product of two uint64."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = [builder.zext(each, ir.IntType(128)) for each in args]
+        return builder.trunc(builder.lshr(builder.mul(*wide), ir.Constant(ir.IntType(128), 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), code

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # A sum is kept as multiples of up to three units 2**(28·n). Whole numbers are added without rounding (up to 2**53), and
 # so neither order nor grouping matters.
 _BITS = 28
-_LEVELS = 3
+LEVELS = 3
 _LEAST = -38  # 2**(28·_LEAST) is the least such unit that float64 has
 
 
@@ -42,7 +42,7 @@ class ColumnSums:
         for level, multiple in enumerate(other.multiples, self.top - other.top):
             if level < len(multiples):
                 multiples[level] = multiples[level] + multiple
-            elif level < _LEVELS:
+            elif level < LEVELS:
                 multiples += [torch.zeros_like(multiple)] * (level - len(multiples)) + [multiple]
         return ColumnSums(self.top, tuple(multiples))
 
@@ -50,7 +50,7 @@ class ColumnSums:
         """[columns] float64."""
         total = torch.zeros_like(self.multiples[0])
         for level in reversed(range(len(self.multiples))):
-            total += self.multiples[level] * _unit(self.top - level)
+            total += self.multiples[level] * unit(self.top - level)
         return total
 
 
@@ -61,15 +61,20 @@ def column_sums(blocks: Tensor, largest: float) -> ColumnSums:
         blocks: [blocks, columns] float64, numbers ≥ 0, from `sum_rows`; overwritten.
         largest: no block's sum is larger, rounding aside.
     """
-    top = max(math.frexp(largest)[1] // _BITS, _LEAST) if largest else _LEAST
-    rest, whole = blocks.div_(_unit(top)), room("whole", blocks)
+    top = top_unit(largest)
+    rest, whole = blocks.div_(unit(top)), room("whole", blocks)
     multiples: list[Tensor] = []
-    while len(multiples) < _LEVELS:
+    while len(multiples) < LEVELS:
         multiples.append(torch.floor(rest, out=whole).sum(0))
         if not rest.sub_(whole).amax() > 0:  # so at once with most numbers that came from 16 bits
             break
-        rest.mul_(_unit(1))
+        rest.mul_(unit(1))
     return ColumnSums(top, tuple(multiples))
+
+
+def top_unit(largest: float) -> int:
+    """Number of the unit that the largest block's sum is counted in."""
+    return max(math.frexp(largest)[1] // _BITS, _LEAST) if largest else _LEAST
 
 
 def sum_rows(block: Tensor, out: Tensor) -> None:
@@ -94,5 +99,6 @@ def row_blocks(*matrices: Tensor) -> Iterator[list[Tensor]]:
         yield [matrix[low : low + size] for matrix in matrices]
 
 
-def _unit(number: int) -> float:
+def unit(number: int) -> float:
+    """2**(28·number)."""
     return math.ldexp(1.0, _BITS * number)

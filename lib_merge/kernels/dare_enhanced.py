@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # A smaller exponent counts as this one, as in the tool in which the method became known.
-_LEAST_POWER = 0.001
+LEAST_POWER = 0.001
 
 
 def as_mask(truth: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def keep_share(
         Same shape and dtype; exactly 1 for the largest change. Good until this thread's next call.
     """
     ratio = torch.abs(change, out=room("chance", change)).div_(scalar(largest, change))
-    chance = _powered(ratio, max(power, _LEAST_POWER)).clamp_(floor, 1.0)
+    chance = powered(ratio, max(power, LEAST_POWER)).clamp_(floor, 1.0)
     if smoothness == 1:
         return chance.fill_(1.0) if rescale else chance
     assert draws is not None
@@ -77,7 +77,7 @@ def keep_share(
     return share.div_(chance.clamp_(min=1 / STEPS)) if rescale else share
 
 
-def _powered(ratio: Tensor, power: float) -> Tensor:
+def powered(ratio: Tensor, power: float) -> Tensor:
     """ratio**power; overwrites `ratio`, which is 0 … 1. torch's own pow depends on a tile's length."""
     if power == 1:
         return ratio

@@ -134,6 +134,13 @@ def comparative_interpolation(
     return _blend_flat(a, b, share, gamma, draws)
 
 
+def band(mean: float, beta: float, dtype: torch.dtype) -> tuple[int, int] | None:
+    """Bits of the lowest and highest similarity between mean·(1 − beta) and mean·(1 + beta); None: there is none."""
+    limits = torch.tensor(mean, dtype=dtype) * torch.tensor([1 - beta, 1 + beta], dtype=dtype)
+    lowest, highest = (int(limit) for limit in as_bits(limits) + torch.tensor([1, -1]))
+    return None if lowest > highest else (lowest, highest)
+
+
 @merge_method(
     "enhanced_auto_interp",
     label="Enhanced interpolation, automatic limits",
@@ -189,10 +196,10 @@ def enhanced_auto_interp(
     if math.isinf(largest):
         return undefined(a)
     exponent, wide = exponent_of(alpha), needs_wide(alpha)
-    limits = torch.tensor(mean, dtype=a.dtype) * torch.tensor([1 - beta, 1 + beta], dtype=a.dtype)
-    lowest, highest = (int(limit) for limit in as_bits(limits) + torch.tensor([1, -1]))
-    if lowest > highest:
+    inner = band(mean, beta, a.dtype)
+    if inner is None:
         return a
+    lowest, highest = inner
 
     def share(x: Tensor, y: Tensor, back: Tensor) -> Tensor:
         similarity = similarities(x, y, largest, wide, back)

@@ -37,16 +37,24 @@ def room(purpose: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
         like: has its shape, device and dtype; of about a piece's size.
         dtype: another dtype.
     """
-    dtype = dtype or like.dtype
+    return _shaped(purpose, like.shape, dtype or like.dtype, like.device)
+
+
+def flat_room(purpose: str, count: int, dtype: torch.dtype) -> Tensor:
+    """`room` for some elements in main memory."""
+    return _shaped(purpose, torch.Size((count,)), dtype, torch.device("cpu"))
+
+
+def _shaped(purpose: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     last = _ROOMS.last.get(purpose)
-    if last is not None and last.shape == like.shape and last.dtype == dtype and last.device == like.device:
+    if last is not None and last.shape == shape and last.dtype == dtype and last.device == device:
         return last
-    size = like.numel() * dtype.itemsize
+    size = shape.numel() * dtype.itemsize
     memory = _ROOMS.memory.get(purpose)
-    if memory is None or memory.numel() < size or memory.device != like.device:
-        memory = torch.empty(max(size, PIECE * _WIDEST_BYTES), dtype=torch.uint8, device=like.device)
+    if memory is None or memory.numel() < size or memory.device != device:
+        memory = torch.empty(max(size, PIECE * _WIDEST_BYTES), dtype=torch.uint8, device=device)
         _ROOMS.memory[purpose] = memory
-    _ROOMS.last[purpose] = memory[:size].view(dtype).view(like.shape)
+    _ROOMS.last[purpose] = memory[:size].view(dtype).view(shape)
     return _ROOMS.last[purpose]
 
 

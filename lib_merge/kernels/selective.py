@@ -46,7 +46,8 @@ class Gate(NamedTuple):
         return self.largest == 0 or (self.open is not None and not bool(self.open.any()))
 
 
-def _is_limited(lower: float, upper: float) -> bool:
+def is_limited(lower: float, upper: float) -> bool:
+    """False where no column can lie outside; 0 and 1 are no limits."""
     return lower > 0 or upper < 1
 
 
@@ -57,7 +58,7 @@ def _nothing_between(low: str, lower: float, high: str, upper: float) -> str:
 
 
 def _measure_columns(a: Tensor, b: Tensor, lower: float, upper: float, wide: bool) -> GatePart:
-    limited = _is_limited(lower, upper)
+    limited = is_limited(lower, upper)
     rows, columns = a.shape
     size = row_block(columns)
     sums = room("sums", a[::size], torch.float64)
@@ -117,7 +118,7 @@ def _mask(gate: Gate, like: Tensor) -> Tensor | None:
             needed=lambda params: (
                 params["alpha"] > 0
                 and params["beta"] < params["gamma"]
-                and (params["alpha"] < 1 or _is_limited(params["beta"], params["gamma"]))
+                and (params["alpha"] < 1 or is_limited(params["beta"], params["gamma"]))
             ),
         ),
     ),
@@ -159,7 +160,7 @@ def enhanced_man_interp(
     """
     if alpha == 0 or beta >= gamma:
         return a
-    if alpha == 1 and not _is_limited(beta, gamma):
+    if alpha == 1 and not is_limited(beta, gamma):
         return b
     gate = measures[0]
     if gate.closed:
@@ -201,7 +202,7 @@ def enhanced_man_interp(
             needed=lambda params: (
                 params["alpha"] > 0
                 and params["gamma"] < params["beta"]
-                and _is_limited(params["gamma"], params["beta"])
+                and is_limited(params["gamma"], params["beta"])
             ),
         ),
     ),
@@ -232,7 +233,7 @@ def weight_sum_cutoff(
     """
     if alpha == 0 or gamma >= beta:
         return a
-    if not _is_limited(gamma, beta):
+    if not is_limited(gamma, beta):
         return b if alpha == 1 else a.sub_(torch.sub(a, b, out=b).mul_(alpha).add_(0.0))  # A − 0.0 has the bits of A
     gate = measures[0]
     if gate.closed:
