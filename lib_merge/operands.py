@@ -103,6 +103,10 @@ class Operands:
         over = (buffer for node, buffer in self._read.items() if DTYPES[node.dtype].bits >= bits)
         return next(over, None) or self._buffer(len(self._read), tile.count * bits // 8)
 
+    def room_beside(self, tile: Tile) -> Buffer:
+        """Where a result goes that does not lie over what it is computed from."""
+        return self._buffer(len(self._read), tile.count * DTYPES[tile.step.dtype].bits // 8)
+
     def stored(self, tile: Tile) -> list[NDArray[np.uint8]]:
         """The bytes that were read ahead of the operands of a step's method, in their order."""
         return [

@@ -235,7 +235,7 @@ def test_json_tells_the_same_as_one_object(results, folder):
 
 def test_a_dry_run_prints_its_plan_as_one_object(results):
     found = json.loads(results["dry json"]["out"])
-    assert set(found) == {"steps", "counts", "problems", "output_bytes", "peak_memory_mb"}
+    assert set(found) == {"error", "steps", "counts", "problems", "output_bytes", "peak_memory_mb"}
     assert [problem["what"] for problem in found["problems"]] == ["the output exists"]
     assert (results["dry json"]["status"], results["dry json"]["err"].splitlines()[0][:24]) == (
         *(1, "error: the output exists"),

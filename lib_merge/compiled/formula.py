@@ -96,8 +96,10 @@ class Formula:
 
 def powered(formula: Formula, seen: Seen, constants: Constants) -> Iterator[tuple[slice, NDArray[Any] | None]]:
     """Pieces of a tile with m of their elements, good until the next piece; None where the loop itself makes it."""
-    for low in range(0, seen.count, seen.piece):
-        piece = slice(low, min(low + seen.piece, seen.count))
+    plain = formula.base is None and seen.draws is None and not formula.measures
+    size = seen.count if plain else seen.piece
+    for low in range(0, seen.count, size):
+        piece = slice(low, min(low + size, seen.count))
         if formula.base is None or formula.power is None or formula.exponent(seen.params):
             yield piece, None
             continue

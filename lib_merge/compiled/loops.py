@@ -76,19 +76,25 @@ class Loop:
             return False
         seen, stored = self._seen(operands, draws, measures), _view(out, self.result)
         beyond, run, is_open = np.float32(BEYOND[self.result]), _loop_of(self.formula), self.formula.gate(measures)
+        apart = not any(np.may_share_memory(out, operand) for operand in operands)
         exponent = np.int32(self.formula.exponent(self.params))
         if is_open is not None:
             is_open = np.tile(is_open, min(seen.count, seen.piece) // self.columns)
         for piece, m in powered(self.formula, seen, constants):
             a, b, *more = (operand[piece] for operand in seen.operands)
-            # Not where it belongs at once: a loop whose result may lie over what it reads is not made of vectors.
-            result = _view(flat_room("result", a.size * stored.itemsize, torch.uint8).numpy(), self.result)
+            # A loop whose result may lie over what it reads is not made of vectors.
+            result = (
+                stored[piece]
+                if apart
+                else _view(flat_room("result", stored[piece].nbytes, torch.uint8).numpy(), self.result)
+            )
             gate = None if is_open is None else is_open[: a.size]
             if not run(
                 a, b, more[0] if more else None, m, gate, seen.drawn(piece), result, beyond, exponent, constants
             ):
                 return False
-            stored[piece] = result
+            if not apart:
+                stored[piece] = result
         return True
 
     def _seen(self, operands: Sequence[Bytes], draws: Draws | None, measures: Sequence[Any]) -> Seen:
