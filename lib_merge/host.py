@@ -81,6 +81,15 @@ class Host:
         names = [folder.name for folder in folders]
         return {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
 
+    def place_of(self, kind: Kind, path: Path) -> tuple[str, str]:
+        """The name of a result's folder and its path in there, with `/`; ("", file name) for what lies elsewhere."""
+        real = Path(os.path.realpath(path))
+        for name, folder in self.save_folders(kind).items():
+            root = Path(os.path.realpath(folder))
+            if real.is_relative_to(root):
+                return name, real.relative_to(root).as_posix()
+        return "", path.name
+
     def target(self, kind: Kind, folder: str, name: str) -> Path:
         """Where a result goes: never outside the folders of its kind.
 

@@ -160,3 +160,13 @@ def test_lists_are_kept_for_a_moment_and_looked_up_anew_when_asked(tmp_path):
     assert saving.models("checkpoint").names == ["a.safetensors"]
     saving.look_again()
     assert saving.models("checkpoint").names == ["a.safetensors", "b.safetensors"]
+
+
+def test_a_result_s_place_is_its_folder_and_its_path_in_there(tmp_path):
+    for name in ("one", "two/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "two", target_is_directory=True)
+    host = Host("test", lambda kind: [tmp_path / "one", tmp_path / "link"])
+    assert host.place_of("lora", tmp_path / "one" / "x.safetensors") == ("one", "x.safetensors")
+    assert host.place_of("lora", tmp_path / "two" / "deep" / "x.safetensors") == ("link", "deep/x.safetensors")
+    assert host.place_of("lora", tmp_path / "x.safetensors") == ("", "x.safetensors")

@@ -102,7 +102,7 @@ def sampled_spectrum(matrix: Tensor, rank: int, seed: int, name: str) -> Spectru
 def _wide_spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, S, V of a matrix much wider than high, from its product with itself: exact to 1e-8 of the largest value."""
     if matrix.dtype == torch.float64:
-        return torch.linalg.svd(matrix, full_matrices=False)  # type: ignore[no-any-return]
+        return svd(matrix)
     wide = matrix.double()
     squares, u = torch.linalg.eigh(wide @ wide.T)
     s, u = squares.clamp(min=0).sqrt().flip(0).to(matrix.dtype), u.flip(1).to(matrix.dtype)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..adapters import scale_of
 from ..errors import RecipeError
 from ..kernels import lowrank
+from ..kernels.svd import svd
 from ..lazy import torch
 from ..recipe import Recipe
 from ._groups import Group
@@ -96,7 +97,7 @@ def kohya_concat(parts: Sequence[Part], params: Params, draws: Generator) -> Mad
 
 def kohya_svd(parts: Sequence[Part], params: Params, draws: Generator) -> Made:
     """The exact sum cut to `rank`, U·S beside V, both clamped to ± the `clamp` quantile of their signed entries."""
-    u, s, v = torch.linalg.svd(exact(parts), full_matrices=False)
+    u, s, v = svd(exact(parts))
     rank = min(int(params["rank"]), len(s), *_sides(parts))
     up, down = u[:, :rank] * s[:rank], v[:rank]
     return *_clamped(up, down, float(params["clamp"])), float(rank)
@@ -211,7 +212,7 @@ def _deltas(mix: Mix) -> Method:
 
     def method(parts: Sequence[Part], params: Params, draws: Generator) -> Made:
         mixed = mix([part.delta for part in parts], [part.weight for part in parts], params, draws)
-        u, s, v = torch.linalg.svd(mixed, full_matrices=False)
+        u, s, v = svd(mixed)
         rank = int(params["rank"]) or max(part.down.shape[0] for part in parts)
         up, down = u[:, :rank] * s[:rank], v[:rank]
         if params["clamp"] < 1:

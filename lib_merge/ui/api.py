@@ -243,10 +243,8 @@ def _result(made: Made, request: Request, host: Host) -> Answer:
 
 def _place(output: Path, request: Request, host: Host) -> Answer:
     """Where a result lies, as the lists name it: no path of this machine."""
-    for name, root in host.save_folders(request.task.writes).items():
-        if output.is_relative_to(root):
-            return {"output": output.relative_to(root).as_posix(), "folder": name}
-    return {"output": output.name, "folder": ""}
+    folder, name = host.place_of(request.task.writes, output)
+    return {"output": name, "folder": folder}
 
 
 def _located(said: Mapping[str, Any]) -> Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -61,7 +60,7 @@ def _remember(
         started=started,
         seconds=time.monotonic() - begun,
         kind=task.writes,
-        output=relative(host, task.writes, made.output) if made is not None else "",
+        output=host.place_of(task.writes, made.output)[1] if made is not None else "",
         said=said,
         recipe=to_json(_with_hashes(request, made)),
         has_report=bool(rows),
@@ -97,16 +96,6 @@ def _header(request: Request, made: Any) -> dict[str, str]:
 
 
 # Files
-
-
-def relative(host: Host, kind: Kind, path: Path) -> str:
-    """A result as the history names it: relative to the folder of its kind, with `/`."""
-    real = Path(os.path.realpath(path))
-    for folder in host.folders(kind):
-        root = Path(os.path.realpath(folder))
-        if real.is_relative_to(root):
-            return real.relative_to(root).as_posix()
-    return path.name
 
 
 def result_of(entry: Entry, host: Host) -> Path:
