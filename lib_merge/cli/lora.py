@@ -238,6 +238,7 @@ def _renamed(made: Converted, dry_run: bool) -> str:
     counts = f"{made.renamed} modules renamed, {made.split} split off, {made.joined} joined, {len(made.unused)} unused"
     lines = [f"{done} {made.output}: {counts}"]
     lines += [f"warning: {text}" for text in made.warnings]
+    lines += [f"note: {text}" for text in made.notes]
     if made.sha256:
         lines.append(f"sha256 {made.sha256}")
     return "\n".join(lines)

@@ -27,6 +27,7 @@ from ..files.target import numbered, target_problems
 from ..lazy import torch
 from ..memory import peak_rss_mb
 from ..metadata import STALE
+from ..wording import count_of, named
 from ._naming import BY_ROW, Member, Module, Renaming, Target, end_of, name_modules
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Converted:
         renamed, split, joined: modules of the result whose names alone changed, that are rows of an old one, that
             are made of several or hold others' places empty.
         unused: (old module, why) of what is not in the result.
-        warnings: what the user should know.
+        warnings: what the user should know; `notes` what may interest.
         sha256: of the output, when it was asked for.
         seconds: wall time.
         peak_rss_mb: peak memory of this process so far.
@@ -58,6 +59,7 @@ class Converted:
     joined: int
     unused: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     sha256: str | None = None
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
@@ -72,6 +74,7 @@ class Converted:
             "discarded": 0,
             "unused": [name for name, _ in self.unused],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
             "peak_rss_mb": round(self.peak_rss_mb, 1),
         }
@@ -132,7 +135,8 @@ def convert_lora(
         _refuse(target, path, size, overwrite, planned, strict)
         warnings = (f"{len(planned.unused)} modules are left out: {_few(planned.unused)}",) if planned.unused else ()
         kinds = Counter(_kind(item) for item in planned.targets)
-        made = Converted(target, kinds["renamed"], kinds["split"], kinds["joined"], planned.unused, warnings)
+        counts = kinds["renamed"], kinds["split"], kinds["joined"]
+        made = Converted(target, *counts, planned.unused, warnings, _notes(planned))
         if dry_run:
             return made
         with Claim(target):
@@ -203,6 +207,11 @@ def _refuse(target: Path, path: Path, size_bytes: int, overwrite: bool, planned:
         problems.append(Problem("error", f"not everything can be named so: {_few(planned.unused)}", str(path)))
     if any(problem.level == "error" for problem in problems):
         raise PlanError([problem for problem in problems if problem.level == "error"])
+
+
+def _notes(planned: Renaming) -> tuple[str, ...]:
+    shown = [f"{key} ({why})" for key, why in planned.ignored]
+    return (f"{count_of(shown)} not needed and left out: {named(shown)}",) if shown else ()
 
 
 def _few(unused: Sequence[tuple[str, str]]) -> str:

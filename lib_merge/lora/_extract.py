@@ -19,6 +19,7 @@ from ..matching import finder
 from ..quant.coded import HINT as CODED_HINT
 from ..quant.coded import coded_tensors
 from ..recipe import Recipe, called
+from ..wording import count_of, named
 from ._module import Module
 from ._planned import Planned
 from ._rounding import rounded_to
@@ -127,9 +128,8 @@ def extract_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
         raise RecipeError("the two models have no tensors in common", file=tuned.path, hint=hint)
     missing = [key for key in tensors if find(key) is None]
     if missing:
-        problems.append(
-            Problem("warning", f"{len(missing)} tensors of the tuned model are not in the base", tensor=missing[0])
-        )
+        what = f"{count_of(missing)} of the tuned model not in the base: {named(missing)}"
+        problems.append(Problem("warning", what, tensor=missing[0]))
     work = Work(recipe, sources, (), jobs, job.dtype, rows=job.lost, problems=problems, found=found)
     work.unused = tuple(missing)
     work.planned = lambda: [step for key, component in common for step in job.planned(key, component)]

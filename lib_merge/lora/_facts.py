@@ -8,6 +8,9 @@ from typing import Any
 from ..choose import Choice
 from ._metrics import Relations
 
+# How TIES elected signs, for the reason.
+_VOTES = {"frequency": "; in the vote on signs each LoRA counts once", "total": "; in the vote on signs sizes count"}
+
 
 def facts_of(relations: Relations, choice: Choice) -> dict[str, Any]:
     """Columns of a report's row; what needs two LoRAs is NaN where there is one.
@@ -18,7 +21,7 @@ def facts_of(relations: Relations, choice: Choice) -> dict[str, Any]:
     sizes = [abs(s) * norm for s, norm in zip(relations.strengths, relations.norms, strict=True)]
     return {
         "strategy": choice.strategy,
-        "reason": choice.reason,
+        "reason": choice.reason + _VOTES[choice.vote] * (choice.strategy == "ties" and several),
         "n": len(relations.members),
         "norm_a": sizes[0] if sizes else math.nan,
         "norm_b": sizes[1] if several else math.nan,

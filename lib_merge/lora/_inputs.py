@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..adapter_facts import stored_alphas
+from ..adapter_facts import stored_alphas, zero_alphas
 from ..adapters import FORMATS, Adapter, Piece
 from ..baking import load_part
 from ..changes import read_lora
@@ -19,6 +19,7 @@ from ..files.source import Source
 from ..lazy import torch
 from ..lora_strengths import strength_at
 from ..recipe import Lora, Recipe, lora_slots
+from ..wording import count_of, named
 from ._block_weights import block_weights
 
 if TYPE_CHECKING:
@@ -116,6 +117,21 @@ def _check_parts(item: Input) -> None:
         except MergeError as error:
             hint = error.hint or "the file is damaged: get it again from where it came"
             raise RecipeError(error.what, file=item.path, tensor=piece.stem, hint=hint) from error
+
+
+def told_of(item: Input) -> list[Problem]:
+    """What the user should know of a LoRA: its reader's notes, tensors not needed, alphas of 0, block weights."""
+    name, file = item.lora.file, str(item.path)
+    found = [Problem("note", f"{name}: {text}", file) for text in item.adapter.notes]
+    if item.adapter.ignored:
+        shown = [f"{key} ({why})" for key, why in item.adapter.ignored]
+        found.append(Problem("note", f"{name}: {count_of(shown)} not needed: {named(shown)}", file))
+    return [*found, *zero_alphas(name, item.source, item.alphas), *item.problems]
+
+
+def unused_of(item: Input) -> tuple[str, ...]:
+    """Its tensors that no result shows: what belongs to nothing, and what is not needed."""
+    return (*item.adapter.leftover, *(key for key, _ in item.adapter.ignored))
 
 
 def widest(inputs: Iterable[Input]) -> str:

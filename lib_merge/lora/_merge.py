@@ -6,19 +6,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ..adapter_facts import zero_alphas
 from ..adapters import FORMATS, Piece
 from ..errors import Problem, RecipeError
 from ..files.source import Source
 from ..plan import twins
 from ..recipe import Optimizer, Recipe
-from ..wording import suggestion
+from ..wording import count_of, named, suggestion
 from . import _advice
 from ._based import Based
 from ._combine import combine
 from ._compat import COMPATIBLE, compatible_jobs
 from ._groups import Group, filtered, grouped, reached
-from ._inputs import Input, open_inputs, widest
+from ._inputs import Input, open_inputs, told_of, unused_of, widest
 from ._module import Module
 from ._needs import refuse_unheeded
 from ._optimize import Optimization
@@ -129,7 +128,7 @@ def _sum(group: Group, ranks: Ranks, base: Based | None) -> list[Module]:
 
 
 def _unused(inputs: Sequence[Input]) -> tuple[str, ...]:
-    return tuple(key for item in inputs for key in item.adapter.leftover)
+    return tuple(key for item in inputs for key in unused_of(item))
 
 
 def _notes(inputs: Sequence[Input]) -> list[Problem]:
@@ -137,12 +136,10 @@ def _notes(inputs: Sequence[Input]) -> list[Problem]:
     found = list(twins({item.slot: item.source for item in inputs}))
     for item in inputs:
         name = item.lora.file
-        found += [Problem("note", f"{name}: {text}", str(item.path)) for text in item.adapter.notes]
-        if item.adapter.leftover:
-            what = f"{name}: {len(item.adapter.leftover)} tensors belong to nothing and are not used"
-            found.append(Problem("warning", what, str(item.path), item.adapter.leftover[0]))
-        found += zero_alphas(name, item.source, item.alphas)
-        found += item.problems
+        found += told_of(item)
+        if left := item.adapter.leftover:
+            what = f"{name}: {count_of(left)} belonging to nothing and not used: {named(left)}"
+            found.append(Problem("warning", what, str(item.path), left[0]))
         if not item.lora.strength and not item.lora.te_strength:
             found.append(Problem("note", f"{name} has strength 0: it takes no part", str(item.path)))
     families = {item.found.id: item for item in inputs if item.found.family is not None}

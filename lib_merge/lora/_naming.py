@@ -86,10 +86,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Renaming:
-    """The modules of the result, and (old name, why) of what has no place in it."""
+    """The modules of the result, and (old name, why) of what has no place in it; of tensors that change nothing too."""
 
     targets: tuple[Target, ...]
     unused: tuple[tuple[str, str], ...]
+    ignored: tuple[tuple[str, str], ...] = ()
 
 
 def name_modules(adapter: Adapter, tensors: Tensors, style: str, found: Detected) -> Renaming:
@@ -118,7 +119,7 @@ def name_modules(adapter: Adapter, tensors: Tensors, style: str, found: Detected
             unused |= {module.stem: target for module, _ in members}
         else:
             targets.append(target)
-    return Renaming(tuple(targets), tuple(unused.items()))
+    return Renaming(tuple(targets), tuple(unused.items()), adapter.ignored)
 
 
 def end_of(role: str, key: str, style: str) -> str:

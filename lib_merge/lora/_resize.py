@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..adapter_facts import zero_alphas
 from ..adapters import FORMATS
 from ..baking import load_part
 from ..errors import Problem, RecipeError
@@ -15,11 +14,11 @@ from ..files.source import Source
 from ..kernels import lowrank
 from ..lazy import torch
 from ..recipe import Recipe
-from ..wording import suggestion
+from ..wording import count_of, named, suggestion
 from ._combine import combine
 from ._compat import kohya_rank
 from ._groups import Group, grouped
-from ._inputs import Input, open_inputs, widest
+from ._inputs import Input, open_inputs, told_of, widest
 from ._module import Module
 from ._needs import refuse_unheeded
 from ._planned import Way, planned_groups
@@ -74,17 +73,20 @@ def resize_work(recipe: Recipe, sources: Mapping[str, Source]) -> Work:
     if not groups:
         raise RecipeError("the LoRA has no low-rank modules that could be resized", file=item.path)
     rank_of = _rule(method, recipe.params)
-    problems = [Problem("note", text, str(item.path)) for text in item.adapter.notes]
-    problems += zero_alphas(item.lora.file, item.source, item.alphas)
+    problems = told_of(item)
+    if unknown := item.adapter.leftover:
+        what = f"{count_of(unknown)} belonging to nothing, handed on as they are: {named(unknown)}"
+        problems.append(Problem("note", what, str(item.path)))
     if left:
         kinds = ", ".join(sorted({FORMATS[piece.format].label for piece in left}))
-        problems.append(
-            Problem("note", f"{len(left)} modules have no rank and stay as they are ({kinds})", str(item.path))
-        )
+        names = named([piece.stem for piece in left])
+        what = f"{len(left)} modules have no rank and stay as they are ({kinds}): {names}"
+        problems.append(Problem("note", what, str(item.path)))
     dtype = dtype_name(recipe.output.save_dtype, widest(inputs))
     work = Work(
         recipe, sources, inputs, [partial(_resized, group, rank_of) for group in groups], dtype, kept, problems=problems
     )
+    work.unused = tuple(key for key, _ in item.adapter.ignored)
     limit = recipe.params.get("rank", recipe.params.get("max_rank"))
     work.planned = partial(planned_groups, groups, Way(Ranks(max_rank=None if limit is None else int(limit))))
     work.job_bytes = lambda shape, rank: 80 * rank * sum(shape)

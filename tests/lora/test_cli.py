@@ -134,3 +134,43 @@ def test_strict_stops_where_something_would_be_left_out(tmp_path, capsys):
     assert "not in the LoRA" in capsys.readouterr().err
     assert not (tmp_path / "lora.safetensors").exists()
     assert main([*words, "--store-diffs"]) == 0
+
+
+def test_tensors_that_are_not_used_are_named_by_every_command(two, tmp_path, capsys):
+    """Of ten strange ones the first eight, and how many more there are; all of them with --json."""
+    strange = {f"lora_unet_strange_{n}.alpha": torch.tensor(1.0) for n in range(10)}
+    odd, out = tmp_path / "odd.safetensors", tmp_path / "out.safetensors"
+    save_file(load_file(two[0]) | strange, odd)
+    shown = "lora_unet_strange_0.alpha, lora_unet_strange_1.alpha"
+    for words, more in (
+        (["lora", "merge", odd, two[1]], "and 2 more"),
+        (["lora", "resize", odd, "--rank", 2], "and 2 more"),
+        (["lora", "convert", odd, "--names", "diffusers", "--family", "sd1"], "and 7 more"),
+    ):
+        line = [*map(str, words), "-o", str(out), "--overwrite"]
+        assert main(line) == 0, words
+        text = capsys.readouterr().out
+        assert (shown if "convert" not in line else "lora_unet_strange_0.alpha (") in text, text
+        assert more in text
+    found = told(capsys, "lora", "merge", odd, two[1], "-o", out, "--overwrite")
+    assert set(found["unused"]) == strange.keys()
+
+
+def test_an_extraction_names_what_the_base_lacks(tmp_path, capsys):
+    after, before = tuned(SD15, tmp_path / "tuned.safetensors", only={K})
+    more = {f"model.diffusion_model.extra.{n}.weight": torch.ones(2) for n in range(2)}
+    save_file(load_file(after) | more, tmp_path / "more.safetensors")
+    words = ["lora", "extract", str(tmp_path / "more.safetensors"), str(before), "-o", str(tmp_path / "x.safetensors")]
+    assert main(words) == 0
+    assert f"2 tensors of the tuned model not in the base: {', '.join(more)}" in capsys.readouterr().out
+
+
+def test_the_report_tells_how_ties_voted(tmp_path):
+    """By number; by size where one LoRA is far stronger than the other."""
+    two = [make(tmp_path / f"{name}.safetensors", 4, 2.0, number) for number, name in enumerate("ab")]
+    for strength, told_as in ((1.0, "each LoRA counts once"), (9.0, "sizes count")):
+        made = merge_loras(
+            (two[0], strength), two[1], out=tmp_path / f"{strength}.safetensors", method="ties", report=True
+        )
+        (linear,) = [row["reason"] for row in made.rows if row["key"] == LINEAR]
+        assert linear.endswith(told_as), linear
