@@ -10,7 +10,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class _Product:
 
     def apply(self, values: Tensor, low: int) -> None:
         """Change `values` by what belongs to rows `low` … of those meant."""
-        values[:, : self.down.shape[1]].addmm_(self.up[low : low + len(values)], self.down)
+        _within(values, self.down).addmm_(self.up.narrow(0, low, values.shape[0]), self.down)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Matrix:
 
     def apply(self, values: Tensor, low: int) -> None:
         """See `_Product`."""
-        values[:, : self.delta.shape[1]].add_(self.delta[low : low + len(values)])
+        _within(values, self.delta).add_(self.delta.narrow(0, low, values.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Sliced:
         delta = form.delta(parts, change.settings, shape)
         if bool(delta.any()):
             delta = delta.reshape(len(values), -1)
-            values[:, : delta.shape[1]].add_(delta * change.strength)
+            _within(values, delta).add_(delta * change.strength)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Computed:
         assert form.rows is not None
         delta = form.rows(self.parts, change.settings, first, len(values))
         if bool(delta.any()):
-            values[:, : delta.shape[1]].add_(delta.mul_(change.strength))
+            _within(values, delta).add_(delta.mul_(change.strength))
 
 
 _Term = _Product | _Matrix | _Sliced | _Computed
@@ -137,6 +137,7 @@ class Baking:
             elif change.strength:
                 self._others[stage].append(change)
         self._terms = _joined([term for term in terms if term is not None])
+        self._block_rows = bake_rows(node.columns)
 
     def apply(self, values: Tensor, first: int) -> None:
         """Change rows `first` … of the tensor in place: all of them where `node.whole`, else whole blocks.
@@ -145,26 +146,28 @@ class Baking:
             values: matrix [rows, columns] of the dtype given.
             first: row of the tensor that it starts with, a multiple of `bake_rows`.
         """
-        for stage in _STAGES:
+        for stage in _STAGES if self._others else ("add",):
             if stage == "add":
                 self._apply_terms(values, first)
-            for change in self._others[stage]:
+            for change in self._others.get(stage, ()):
                 with self._told(change):
                     self._apply_whole(change, values)
 
     def _apply_terms(self, values: Tensor, first: int) -> None:
-        size = bake_rows(self._node.columns)
-        for at in range(0, len(values), size):
-            block = values[at : at + size]
+        end = first + values.shape[0]
+        for at in range(first, end, self._block_rows):
+            until = min(at + self._block_rows, end)
             for term in self._terms:
                 start, count = term.rows
-                low, high = max(first + at, start), min(first + at + len(block), start + count)
+                low, high = max(at, start), min(until, start + count)
                 if low >= high:
                     continue
-                # The parts of these meet only now.
-                late = self._told(term.change) if isinstance(term, (_Sliced, _Computed)) else nullcontext()
-                with late:
-                    term.apply(block[low - first - at : high - first - at], low - start)
+                rows = values if high - low == end - first else values.narrow(0, low - first, high - low)
+                if isinstance(term, (_Sliced, _Computed)):  # their parts meet only now
+                    with self._told(term.change):
+                        term.apply(rows, low - start)
+                else:
+                    term.apply(rows, low - start)
 
     def _term(self, change: Change) -> _Term | None:
         """A linear change with its strength; None where it is zero, so that not even the sign of a zero changes."""
@@ -245,6 +248,11 @@ def _joined(terms: Sequence[_Term]) -> list[_Term]:
         up = torch.cat([term.up for term in group], 1).contiguous()
         joined.append(_Product(group[0].rows, up, torch.cat([term.down for term in group]).contiguous()))
     return joined
+
+
+def _within(values: Tensor, change: Tensor) -> Tensor:
+    """The columns that a change has; a first layer may have more of them."""
+    return values if values.shape[1] == change.shape[1] else values[:, : change.shape[1]]
 
 
 def _changes(part: Tensor) -> bool:

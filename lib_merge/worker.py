@@ -234,7 +234,8 @@ class Worker:
         """Compute and write a whole tensor with LoRAs, in blocks of rows where they allow it."""
         step, size = tile.step, DTYPES[tile.step.dtype].bits // 8
         baking = Baking(node, self._sources, tile.number)
-        piece = max(1, step.numel if step.whole else bake_rows(node.columns) * node.columns)
+        columns = node.columns
+        piece = max(1, step.numel if step.whole else bake_rows(columns) * columns)
         block = max(piece, TILE // piece * piece)
         for first in range(0, step.numel, block):
             part = replace(tile, low=first, high=min(first + block, step.numel), piece=piece)
