@@ -270,10 +270,13 @@ class _Matcher:
             samples = f"it has {next(iter(source.tensors), 'no tensors')}, the checkpoint {next(iter(self.base), '')}"
             say(Problem("error", f"no module of {lora.file} is found in the checkpoint ({samples})", file,
                         hint="check that the two are of one family"))  # fmt: skip
-        elif lost or adapter.leftover:
-            names = [*(piece.stem for piece in lost), *adapter.leftover]
+        elif lost:
+            names = [piece.stem for piece in lost]
             what = f"{len(names)} modules of {lora.file} are not found in the checkpoint and not used: {named(names)}"
             say(Problem("warning", what, file, tensor=names[0]))
+        if adapter.leftover:
+            what = f"{len(adapter.leftover)} tensors of {lora.file} lack what belongs to them, and are not used"
+            say(Problem("warning", f"{what}: {named(adapter.leftover)}", file, tensor=adapter.leftover[0]))
 
 
 def read_lora(source: Source, lora: Lora) -> Adapter:

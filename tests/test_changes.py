@@ -115,3 +115,19 @@ def test_names_with_words_in_front_that_nobody_knows_are_listed(prefix, tmp_path
     made = bake(tmp_path, write(tmp_path / "odd.safetensors", parts), dry_run=True)
     (told,) = [problem for problem in made.plan.problems if "ends of their names" in problem.what]
     assert (told.level, stem in told.what, made.merged) == ("note", True, 1)
+
+
+def test_a_part_without_its_other_half_is_told_as_such(tmp_path):
+    base(tmp_path / "a.safetensors")
+    lone = f"{STEM[V]}.lora_up.weight"
+    whole = {f"{STEM[Q]}.lora_down.weight": values((4, 16), 1), f"{STEM[Q]}.lora_up.weight": values((16, 4), 2)}
+    stray = "lora_unet_up_blocks_9_nowhere"
+    lost = {f"{stray}.lora_down.weight": values((4, 16), 3), f"{stray}.lora_up.weight": values((16, 4), 4)}
+    half = write(tmp_path / "half.safetensors", {**whole, **lost, lone: values((16, 4), 5)})
+    made = bake(tmp_path, half, dry_run=True)
+    unknown, alone = (problem for problem in made.plan.problems if problem.level == "warning")
+    assert (stray in unknown.what, lone in unknown.what, unknown.tensor) == (True, False, stray)
+    assert "1 tensors of half.safetensors lack what belongs to them" in alone.what
+    assert (alone.tensor, made.merged) == (lone, 1)
+    with pytest.raises(PlanError, match="and 1 more problems"):
+        bake(tmp_path, half, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ Value = float | int | bool | str
 PEFT_PREFIX = "base_model.model."
 _HEADER = "lora_adapter_metadata"
 _NETWORK = "ss_network_args"
+_HINT = "take the adapter_config.json that was saved with the adapter"
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,17 @@ class Config:
         return stem.removeprefix(self.prefix).removeprefix(PEFT_PREFIX)
 
     def flag(self, name: str) -> bool:
-        """A yes/no field; False when it is absent."""
-        return bool(self.values.get(name))
+        """A yes/no field; False when it is absent.
+
+        Raises:
+            MergeError: it is there and is neither.
+        """
+        found = self.values.get(name)
+        if not isinstance(found, (bool, int, type(None))):
+            raise MergeError(
+                f"the adapter's configuration gives {name} as {found!r}, which is not yes or no", hint=_HINT
+            )
+        return bool(found)
 
     def names(self, name: str) -> tuple[str, ...]:
         """A field that lists names; empty when it is absent or not a list."""
@@ -50,19 +61,23 @@ class Config:
             MergeError: it is there and is no number.
         """
         found = self.values.get(name)
-        if found is None:
-            return None
-        if isinstance(found, bool) or not isinstance(found, (int, float)):
-            raise MergeError(f"the adapter's configuration gives {name} as {found!r}, which is no number")
-        return float(found)
+        return None if found is None else _number(found, name)
 
     def by_module(self, patterns: str, default: str, stem: str) -> float | None:
-        """The number for one module: that of the first pattern which fits its name, else the general one."""
-        found = self.values.get(patterns)
+        """The number for one module: that of the first pattern which fits its name, else the general one.
+
+        Raises:
+            MergeError: the patterns are no patterns, or what they give is no number.
+        """
+        found = self.values.get(patterns) or {}
+        if not isinstance(found, Mapping):
+            raise MergeError(
+                f"the adapter's configuration gives {patterns} as {found!r}, not names with numbers", hint=_HINT
+            )
         module = self.module(stem)
-        for pattern, value in found.items() if isinstance(found, Mapping) else ():
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return float(value)
+        for pattern, value in found.items():
+            if _fits(pattern, module, patterns):
+                return _number(value, f"{patterns} of {pattern!r}")
         return self.number(default)
 
     def settings(self, stem: str) -> dict[str, Value]:
@@ -100,6 +115,22 @@ def config_of(configs: tuple[Config, ...], stem: str) -> Config:
         if stem.startswith(config.prefix):
             return config
     return Config({})
+
+
+def _number(found: object, name: str) -> float:
+    """A finite number of a configuration."""
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        raise MergeError(f"the adapter's configuration gives {name} as {found!r}, which is no number", hint=_HINT)
+    return float(found)
+
+
+def _fits(pattern: str, module: str, name: str) -> bool:
+    """True when a module's name ends with a pattern, as PEFT asks."""
+    try:
+        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+    except re.error as error:
+        what = f"the adapter's configuration has {pattern!r} in {name}, which is no pattern ({error})"
+        raise MergeError(what, hint=_HINT) from error
 
 
 def _by_component(fields: Mapping[str, object]) -> dict[str, dict[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ _SINGLE = {
     "bias": ("full", "value", "bias"),
     "": ("full", "value", ""),
 }
+# Parts that may be stored as whole numbers; all others are factors and values, which are floats.
+_WHOLE_NUMBERS = frozenset({"alpha", "scale", "bias_indices", "bias_size", "on_input", "reshape"})
+_SCALARS = ("alpha", "scale")
 _ALONE = {format for format, _, _ in _SINGLE.values()}
 _MAGNITUDES = ("magnitude", "peft_magnitude")
 
@@ -108,11 +112,27 @@ def read(tensors: Tensors, metadata: Mapping[str, str], config: Mapping[str, obj
         pieces += found
         used = {key for piece in found for key in piece.keys.values()}
         leftover += [key for key in keys.values() if key not in used]
+    for piece in pieces:
+        _check_parts(piece, tensors)
     formats = sorted({piece.format for piece in pieces})
     without = sum(map(lacks_alpha, pieces))
     needs_alpha = any(lacks_alpha(piece) and piece.stem.startswith(PEFT_PREFIX) for piece in pieces)
     notes = (f"{without} modules have no alpha: their scale is 1 (alpha = rank)",) if without else ()
     return Adapter(tuple(pieces), tuple(ignored.items()), tuple(leftover), tuple(formats), notes, needs_alpha)
+
+
+def _check_parts(piece: Piece, tensors: Tensors) -> None:
+    """Refuse parts that cannot be computed with."""
+    for role, key in piece.keys.items():
+        dtype, shape = tensors[key]
+        if piece.format != "full" and role not in _WHOLE_NUMBERS and not dtype.startswith(("F", "BF")):
+            what = (
+                f"a part of a {all_formats()[piece.format].label} module is stored as {dtype}, which holds no fractions"
+            )
+            raise MergeError(what, tensor=key, hint="take the file that its trainer saved, in fp16, bf16 or fp32")
+        if role in _SCALARS and math.prod(shape) != 1:
+            what = f"the {role} of a module has shape {list(shape)}, but it is one number"
+            raise MergeError(what, tensor=key, hint="take the file that its trainer saved")
 
 
 def _ignored(key: str) -> str | None:

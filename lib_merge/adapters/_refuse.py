@@ -9,6 +9,8 @@ from ..errors import MergeError
 from ._config import Config
 
 _MERGE = "merge it with PEFT first"
+_EMBEDDINGS = "put it into the folder of embeddings and write its name into the prompt"
+_CONTROL = "load it beside the checkpoint in the program that runs it"
 _CONVERT = "convert it to a plain LoRA with its own trainer"
 
 # (end of a key, name, hint)
@@ -27,6 +29,10 @@ _KEYS: tuple[tuple[str, str, str], ...] = (
     (r"trainable_tokens_(?:delta|original)(?:\.[\w-]+)*", "trainable tokens", _MERGE),
     (r"\.(?:smooth_factor|proj_down|wscales)", "Nunchaku's SVDQuant", "use the LoRA that it was made from"),
     (r"\.oft_r(?:\.[\w-]+)*", "OFT of an old PEFT", "save it again with PEFT 0.16 or later"),
+    (r"^(?:emb_params|clip_[lg])", "a textual inversion, which changes no weight", _EMBEDDINGS),
+    (r"(?:^|\.)lora_controlnet|^(?:control_model|controlnet_cond_embedding|input_hint_block)\..*",
+     "a ControlNet or ControlNet-LoRA, a model of its own", _CONTROL),
+    (r"^(?:ip_adapter|image_proj)\..*", "an IP-Adapter, which adds layers of its own", _CONTROL),
     (r"(?:bone|miss)_(?:block|weight)?(?:\.[\w-]+)*", "Bone or MiSS", _MERGE),
     (r"(?:shira_weight|road_theta|delora_[AB]|poly_lora_[AB])(?:\.[\w-]+)*", "of a rare kind of PEFT", _MERGE),
 )  # fmt: skip
@@ -36,6 +42,8 @@ _MARKS = (
     *("q_layer", "p_layer", "lambda_layer", "lora_A.", "lora_B.", "vera_", "fourierft", "waveft", "c3a_", "vblora"),
     *("randlora", "lora_latent_mapping", "lora_E", "prompt_embeddings", "trainable_tokens", "smooth_factor"),
     *("proj_down", "wscales", "oft_r", "bone_", "miss_", "shira_", "road_", "delora_", "poly_lora"),
+    *("emb_params", "clip_l", "clip_g", "lora_controlnet", "control_model.", "controlnet_cond", "input_hint_block"),
+    *("ip_adapter.", "image_proj."),
 )
 
 KINDS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA")

@@ -26,6 +26,15 @@ _STRANGERS = (  # where, what stands there, what it is, what to do
     (8, b"{", "a safetensors file, not a torch file", "name it .safetensors"),
     (257, b"ustar", "a tar archive (torch before 0.1.10 wrote them), which is not read", RESAVE),
 )
+# An entry at the top that shows what a file without tensors for a model is -> what it is, what to do.
+_OTHERS: dict[str, tuple[str, str]] = {
+    "string_to_param": (
+        "a textual inversion, which changes no weight",
+        "put it into the folder of embeddings and write its name into the prompt",
+    ),
+    "layer_structure": ("a hypernetwork, which adds layers of its own", "load it in the program that made it"),
+    "activation_func": ("a hypernetwork, which adds layers of its own", "load it in the program that made it"),
+}
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,9 @@ def _choose(stream: Stream, top: object) -> tuple[dict[str, Tensor], list[str]]:
     wrapper = next((name for name in WRAPPERS if count_tensors(table.get(name))), None)
     inner = table[wrapper] if wrapper else table
     if not count_tensors(inner):
+        for mark, (what, hint) in _OTHERS.items():
+            if mark in table:
+                raise stream.bad(f"not a model: {what}", hint)
         found = ", ".join(f"{key} ({kind_of(value)})" for key, value in list(table.items())[:5]) or kind_of(top)
         raise stream.bad(f"no tensors at the top or under {', '.join(WRAPPERS)}; found: {found}", RESAVE)
     chosen = {key: item for key, item in inner.items() if isinstance(key, str) and isinstance(item, Tensor)}

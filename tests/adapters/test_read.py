@@ -191,6 +191,11 @@ REFUSED_KEYS = {
     "prompt tuning": "prompt_embeddings",
     "SVDQuant": "transformer_blocks.0.qkv_proj.smooth_factor",
     "OFT of an old PEFT": f"{PEFT}m.oft_r",
+    "a textual inversion": "emb_params",
+    "textual inversion": "clip_g",
+    "ControlNet-LoRA": "lora_controlnet",
+    "ControlNet": "control_model.zero_convs.0.0.weight",
+    "IP-Adapter": "ip_adapter.1.to_k_ip.weight",
 }
 
 
@@ -248,6 +253,54 @@ def test_a_magnitude_on_a_rotation_is_refused():
 def test_an_alpha_that_is_no_number_is_refused():
     with pytest.raises(MergeError, match="lora_alpha"):
         read(lora("a"), {}, {"lora_alpha": "8"})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"alpha_pattern": {"[a": 4}}, r"'\[a' in alpha_pattern, which is no pattern"),
+        ({"alpha_pattern": {"a": "four"}}, "alpha_pattern of 'a' as 'four'"),
+        ({"alpha_pattern": {"a": float("inf")}}, "alpha_pattern of 'a' as inf"),
+        ({"alpha_pattern": [4]}, r"alpha_pattern as \[4\]"),
+        ({"rank_pattern": {"a": None}}, "rank_pattern of 'a' as None"),
+        ({"lora_alpha": float("nan")}, "lora_alpha as nan"),
+        ({"lora_alpha": True}, "lora_alpha as True"),
+        ({"r": "4"}, "r as '4'"),
+        ({"use_rslora": "false"}, "use_rslora as 'false'"),
+        ({"fan_in_fan_out": [1]}, "fan_in_fan_out as"),
+    ],
+)
+def test_configurations_that_cannot_be_read_are_refused_with_the_field(config, said):
+    with pytest.raises(MergeError, match=said) as caught:
+        read(lora("a"), {}, {"lora_alpha": 4, "r": 4, **config})
+    assert "adapter_config.json" in caught.value.hint
+
+
+def test_empty_patterns_are_none():
+    config = {"lora_alpha": 8, "r": 4, "alpha_pattern": {}, "rank_pattern": None, "use_rslora": None}
+    assert only(read(lora("a"), {}, config)).settings == {"alpha": 8.0, "rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "shape", "said"),
+    [
+        ("a.lora_A.weight", "I8", (4, 8), "stored as I8"),
+        ("a.lora_B.weight", "BOOL", (6, 4), "stored as BOOL"),
+        ("a.alpha", "F32", (4,), r"the alpha of a module has shape \[4\]"),
+        ("a.alpha", "F32", (0,), r"shape \[0\]"),
+        ("a.scale", "F32", (2, 1), r"the scale of a module has shape \[2, 1\]"),
+    ],
+)
+def test_parts_that_cannot_be_computed_with_are_refused(key, dtype, shape, said):
+    with pytest.raises(MergeError, match=said) as caught:
+        read({**lora("a"), key: (dtype, shape)}, {})
+    assert caught.value.tensor == key
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("I64", ()), ("BF16", (1,)), ("F16", (1, 1))])
+def test_an_alpha_may_be_one_number_of_any_kind(dtype, shape):
+    assert only(read({**lora("a"), "a.alpha": (dtype, shape)}, {})).keys["alpha"] == "a.alpha"
 
 
 def test_every_format_names_its_stage_s_function_and_its_parts():

@@ -405,6 +405,17 @@ def test_files_without_a_table_of_tensors(tmp_path: Path, kind: str, value: Any)
     assert "no tensors at the top" in str(refusal(save(tmp_path / "a.pt", value, kind)))
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"string_to_token": {"*": 265}, "string_to_param": {"*": torch.ones(2, 8)}, "name": "x"}, "textual inversion"),
+        ({320: [{"linear.0.weight": torch.ones(2, 2)}], "layer_structure": [1, 2, 1], "name": "x"}, "hypernetwork"),
+    ],
+)
+def test_files_of_another_kind_are_refused_by_name(tmp_path: Path, value: Any, said: str) -> None:
+    assert said in str(refusal(save(tmp_path / "a.pt", value, KINDS[0])))
+
+
 def tensor_program(offset: bytes, size: bytes, stride: bytes, numel: bytes = b"K\x10", key: bytes = b"U\1w") -> bytes:
     """`{"w": a tensor of storage 0}`, 16 floats; the arguments are pickle operations."""
     storage = b"(U\7storagectorch\nFloatStorage\nU\0010U\3cpu" + numel + b"tQ"
