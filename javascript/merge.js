@@ -1,4 +1,5 @@
-// Small helpers for the Merge tab, which works without them: keys, focus after a run, progress where there is no queue.
+// Small helpers for the Merge tab, which works without them: keys, emptied numbers, focus after a run,
+// progress where there is no queue.
 // Elements are found by id: hosts translate texts.
 (function () {
     "use strict";
@@ -64,6 +65,23 @@
         event.preventDefault();
     }
 
+    // gradio takes an emptied number for 0: one that is left empty gets back what it was, before gradio hears of it.
+    let held = "";
+
+    function number(target) {
+        return target.matches && target.matches("#merge_root input[type=number]") ? target : null;
+    }
+
+    function refill(event) {
+        const field = number(event.target);
+        if (!field || field.value !== "" || held === "" || (event.type === "keydown" && event.key !== "Enter")) return;
+        field.value = held;
+        field.dispatchEvent(new Event("input", {bubbles: true}));
+    }
+
+    document.addEventListener("focusin", event => { held = number(event.target) ? event.target.value : ""; });
+    document.addEventListener("blur", refill, true);
+    document.addEventListener("keydown", refill, true);
     document.addEventListener("keydown", press);
     window.setInterval(tick, POLL_MS);
 })();

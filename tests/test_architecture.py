@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("recipe", "report", "job", "steps"),
     (
         *("catalog", "presets", "dtype_rule", "inspection", "metadata", "ports", "settings", "tiles"),
-        *("history", "lora_strengths", "channels", "decoding", "prediction", "repairs", "vae"),
+        *("history", "lora_strengths", "rule_text", "channels", "decoding", "prediction", "repairs", "vae"),
     ),
     ("changes", "baking"),
     ("resolve", "contrast", "operands"),

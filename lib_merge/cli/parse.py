@@ -6,12 +6,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
+from .. import rule_text
 from ..errors import RecipeError
 from ..files.folders import WEIGHTS
 from ..files.open import OUTPUT_SUFFIX
@@ -20,7 +22,6 @@ from ..lora_tags import read_tags
 
 # What stands behind an @ and was meant for a strength, rather than for a part of a name.
 _MEANT = re.compile(r"[-+]?(nan|inf|infinity|[\d.,e+-]*)%?", re.IGNORECASE)
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*=\s*([^\s,]+)")
 
 
 def model_argument(text: str, method_id: str) -> str | tuple[str, float]:
@@ -122,32 +123,24 @@ def parameters(texts: Sequence[str], short: Mapping[str, float]) -> dict[str, An
 
 def assignments(text: str, *, exactly: int | None = None) -> dict[str, Any]:
     """Read `NAME=VALUE NAME=VALUE …`, at least one, or so many."""
-    found = _ASSIGNMENT.findall(text)
-    rest = _ASSIGNMENT.sub("", text).strip(" ,")
-    if rest or not found or (exactly is not None and len(found) != exactly):
-        raise click.UsageError(f"{text!r} is not NAME=VALUE")
-    names = [name for name, _ in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"{name} is given twice in {text!r}", hint="give each parameter once")
-    return {name: _value(name, value) for name, value in found}
-
-
-def _value(name: str, text: str) -> float | bool:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return float(text)
-    except ValueError:
-        raise click.UsageError(f"{name}={text}: neither a number nor true or false") from None
+    with _usage():
+        return rule_text.assignments(text, exactly=exactly)
 
 
 def rule(text: str) -> tuple[str, dict[str, Any]]:
     """Split `PATTERN: NAME=VALUE …`; the pattern may hold colons itself."""
-    pattern, colon, values = text.rpartition(":")
-    if not colon or not pattern.strip():
-        raise click.UsageError(f'{text!r} is not a rule: write it as "PATTERN: alpha=0.3 beta=0.1"')
-    return pattern.strip(), assignments(values)
+    with _usage():
+        read = rule_text.parse(text)
+        return read.match, dict(read.params)
+
+
+@contextmanager
+def _usage() -> Iterator[None]:
+    """What cannot be read is a fault of the command line."""
+    try:
+        yield
+    except rule_text.UnreadableError as error:
+        raise click.UsageError(f"{error.what}: {error.hint}" if error.hint else error.what) from error
 
 
 def metadata_object(text: str | None) -> dict[str, Any]:

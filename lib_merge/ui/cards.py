@@ -45,12 +45,27 @@ def plan_card(
     body = [
         _models_table(facts),
         line(f"Tensors: {counts}"),
+        _picked(plan),
         line(f"Result: {size_text(plan.output_bytes)}, expected peak memory {size_text(plan.peak_bytes)}"),
         _written(target, replaces),
         problem_list(plan.problems),
     ]
     verdict = "This cannot run" if plan.errors() else "Plan"
     return card("plan", verdict, "".join(body), tone="bad" if plan.errors() else "")
+
+
+# Words of a step's reason -> what a rule or a filter did.
+_PICKED = {"rule ": "with parameters of a rule", "excluded": "excluded", "not included": "not included"}
+
+
+def _picked(plan: Plan) -> str:
+    """How many tensors rules and filters reach; empty where there are none."""
+    counts = {
+        said: sum(step.reason.startswith(word) or f", {word}" in step.reason for step in plan.steps)
+        for word, said in _PICKED.items()
+    }
+    told = ", ".join(f"{count:,} {said}" for said, count in counts.items() if count)
+    return line(f"Rules and filters: {told}") if told else ""
 
 
 def _models_table(facts: Sequence[tuple[str, Facts]]) -> str:

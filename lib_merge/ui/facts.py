@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..files.open import open_model
 from ..inspection import inspect
 
 # dtype of the format -> as people write it
@@ -66,6 +68,22 @@ def _dtype(found: dict[str, Any]) -> str:
         return ", ".join(found["coded"])
     floats = [name for name in found["dtype"] if name in _DTYPES]
     return _DTYPES[floats[0]] if floats else next(iter(found["dtype"]), "")
+
+
+def tensor_names(path: Path) -> tuple[str, ...]:
+    """Names of a model's tensors, as its header has them.
+
+    Raises:
+        FileError: it cannot be opened.
+    """
+    stat = path.stat()
+    return _names(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _names(path: Path, size: int, mtime_ns: int) -> tuple[str, ...]:
+    with closing(open_model(path)) as source:
+        return tuple(source.tensors)
 
 
 def size_text(count: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .. import blocks
+from .. import blocks, rule_text
 from ..errors import RecipeError
 from ..host import Host, Kind
 from ..recipe import Optimizer, Output, Recipe, Slot
@@ -32,6 +32,7 @@ def values_of(task: Task, recipe: Recipe, host: Host) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for part in (recipe, recipe.output, recipe.optimizer):
         shown |= msgspec.structs.asdict(part)
+    shown["rule"] = recipe.rules  # the optimizer has rules of its own
     for field in task.fields:
         if field.kind == "model":
             values[field.name] = listed(host, field.models, _slot(recipe, field.name))
@@ -94,6 +95,7 @@ def _number_text(value: float | None) -> str:
 # Recipe's value -> what stands in the field, where the two differ.
 _WRITERS: Mapping[str, Callable[[Any], Any]] = {
     "blocks": blocks.format,
+    "rule": rule_text.write,
     "seed": str,
     "exclude": "\n".join,
     "discard": "\n".join,
@@ -129,6 +131,7 @@ def _hidden(task: Task, recipe: Recipe) -> Iterator[str]:
         "vae",
         "loras",
         "optimizer",
+        *(["rules"] if "rule" in fields else []),
     }
     for name in recipe.__struct_fields__:
         if name not in known and getattr(recipe, name) != getattr(plain, name):

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from .. import blocks
+from .. import blocks, rule_text
 from .. import recipe as recipes
 from ..changes import named_loras
 from ..errors import MergeError, OutputError, PlanError, RecipeError
@@ -269,6 +269,7 @@ def _recipe(task: Task, values: Values, files: Mapping[str, Path], fields: dict[
     output = {name: fields.pop(name) for name in OUTPUT_FIELDS if name in fields}
     words = {name: fields.pop(name) for name in OPTIMIZER_FIELDS if name in fields}
     fields |= {"method": method.id} if method else {}
+    fields |= {"rules": fields.pop("rule")} if "rule" in fields else {}  # the optimizer has rules of its own
     return Recipe(
         task=task.id,
         models=models,
@@ -316,6 +317,7 @@ def _as_chosen(name: str) -> Callable[[Values, Task], Any]:
 # Field -> its value in the recipe.
 READERS: Mapping[str, Callable[[Values, Task], Any]] = {
     "blocks": _read_blocks,
+    "rule": lambda values, task: rule_text.read(values["rule"]),
     "exclude": lambda values, task: tuple(split([values["exclude"] or ""])),
     "discard": lambda values, task: tuple(split([values["discard"] or ""])),
     "glob": lambda values, task: bool(values["glob"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import gradio as gr
@@ -60,6 +60,17 @@ def on(
     if MAJOR >= 6 and not api_name:
         del wanted["api_name"]  # there it takes names only
     return listener(function, list(inputs), list(outputs), **supported(listener, **wanted))
+
+
+def while_typing(component: Any, function: Callable[..., Any], inputs: Sequence[Any], outputs: Iterable[Any]) -> None:
+    """Answer each change of a text as it is typed, the last one for certain."""
+    waiting = None
+    if MAJOR < 4:  # answers may overtake each other there: it asks when the keys have rested
+        waiting = (
+            "(...values) => new Promise(done => { clearTimeout(window.libMergeTyping);"
+            f" window.libMergeTyping = setTimeout(() => done(values.slice(0, {len(inputs)})), 300); }})"
+        )
+    on(component.input, function, inputs, outputs, js=waiting, latest_only=True)
 
 
 def button(text: str, **kwargs: Any) -> Any:

@@ -127,6 +127,12 @@ class MergePage:
                 parts = [shaper, made.widgets["A"].component, text]
                 event = gr_compat.on(shaper.input, partial(self._write_shape, made), parts, [shaper, text])
                 gr_compat.on(event.then, self._replan, self._inputs, planned)
+            if "matches" in made.notes:
+                names = ["A", *made.patterns(made.widgets)]
+                parts = [made.widgets[name].component for name in names]
+                for typed in (part for part in parts if isinstance(part, gr.Textbox)):
+                    match = partial(self._match, made, names)
+                    gr_compat.while_typing(typed, match, parts, [made.notes["matches"]])
         gr_compat.on(self._refresh.click, self._refreshed, self._inputs, [*lists, *planned])
         everything = [*self._inputs, *(part for made in self._forms.values() for part in made.looks())]
         gr_compat.on(
@@ -202,6 +208,8 @@ class MergePage:
         looked: Updates = {}
         if "blocks" in made.notes and "A" in known and (look := block_look.blocks_note(values["blocks"], known["A"])):
             notes |= (looked := {made.notes["blocks"]: look})
+        looked |= self._matched(made, values)
+        notes |= looked
         request = None
         try:
             request = form.request(made.task, values, self._host)
@@ -218,6 +226,14 @@ class MergePage:
         notes |= self._runs.marked(values[SHOWN], request)
         card = cards.planned_card(planned, list(known.items()), replaces=request.exists == "overwrite")
         return {**notes, self._plan: card, self._of_result(NAME): gr.update(placeholder=planned.output.name)}
+
+    def _matched(self, made: TaskForm, values: dict[str, Any]) -> Updates:
+        """The list below the rules and filters."""
+        return {made.notes["matches"]: made.matches(values)} if "matches" in made.notes else {}
+
+    def _match(self, made: TaskForm, names: Sequence[str], *raw: Any) -> Any:
+        """That list alone, while one types."""
+        return made.matches({name: made.widgets[name].read(value) for name, value in zip(names, raw, strict=True)})
 
     def _note_of(self, made: TaskForm, name: str) -> Any:
         """The line below the entry of that name; the parameters share one."""

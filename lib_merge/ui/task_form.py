@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,9 @@ import gradio as gr
 from ..blocks import SHAPES
 from ..errors import MergeError
 from ..host import Host
-from . import cards, gr_compat, lora_lines, widgets
+from . import cards, gr_compat, lora_lines, matches, widgets
 from .block_look import shape_text
-from .facts import Facts, facts
+from .facts import Facts, facts, tensor_names
 from .task import FIRST_SCREEN, NAME, Field, Task
 from .widgets import Widget, element
 
@@ -69,6 +69,8 @@ class TaskForm:
         with gr.Accordion(title, open=False, elem_id=element(self.task, f"section_{name}")):
             for field in fields:
                 self._widget(field, None)
+            if self.patterns([field.name for field in fields]):
+                self._note("matches")
 
     def _widget(self, field: Field, start: str | None) -> None:
         """The component of a field and the line below it; LoRAs are chosen from a list, and become lines."""
@@ -172,6 +174,18 @@ class TaskForm:
                     lines = lora_lines.read(values[field.name], self._host.models(field.models))
                     found |= {f"lora{number}": facts(line.path) for number, line in enumerate(lines, 1)}
         return found
+
+    @staticmethod
+    def patterns(names: Iterable[str]) -> list[str]:
+        """Those of the entries that say which tensors a rule or a filter reaches."""
+        return [name for name in names if name in (matches.RULES, *matches.FILTERS, "include_mode", "glob")]
+
+    def matches(self, values: Mapping[str, Any]) -> str:
+        """What each rule and filter reaches in the model that stands in A."""
+        with suppress(MergeError, OSError):  # the plan says what is wrong with it
+            if values.get("A"):
+                return matches.matches_note(values, tensor_names(self._host.models("checkpoint").resolve(values["A"])))
+        return ""
 
     def shape(self, chosen: Any, base: Any) -> str:
         """Block weights of that shape, for the model that stands in A."""

@@ -237,3 +237,48 @@ def test_the_first_paint_comes_within_a_second(tab):
         paints.append(tab.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
     print(f"\nfirst paint after {', '.join(f'{paint:.0f}' for paint in paints)} ms")
     assert min(paints) < 1000
+
+
+def test_rules_show_what_they_reach_while_one_types(tab):
+    tab.open()
+    tab.choose("B", "style.safetensors")
+    tab.wait_plan("merged")
+    tab.page.click("#merge_merge_section_rules_and_filters button, #merge_merge_section_rules_and_filters .label-wrap")
+    rule = tab.page.locator(f"{tab.field('rule')} textarea")
+    rule.press_sequentially("attn2: alpha=0.3")
+    listed = tab.field("note_matches")
+    assert "model.diffusion_model." in tab.wait_text(listed, "tensors, alpha=0.3")  # nothing was left or sent yet
+    rule.press("Enter")
+    rule.press_sequentially("nonsense")
+    tab.wait_text(listed, "line 2")
+    for _ in "nonsense":
+        rule.press("Backspace")
+    rule.press("Tab")
+    assert "Rules and filters" in tab.wait_plan("with parameters of a rule")
+
+
+def test_emptied_numbers_and_values_beyond_the_slider(tab):
+    number = tab.page.locator("#merge_merge_param_alpha input[type=number]")
+    text = tab.page.locator("#merge_recipe_text textarea").first
+    tab.open()
+    tab.choose("B", "style.safetensors")
+    tab.wait_plan("merged")
+    number.fill("")
+    number.press("Tab")
+    until(lambda: number.input_value() == "0.5", tab.page)
+    tab.page.click("#merge_section_recipe button, #merge_section_recipe .label-wrap")
+    tab.page.click("#merge_recipe_write")
+    until(lambda: bool(text.input_value()), tab.page)
+    recipe = json.loads(text.input_value())
+    assert recipe["params"] == {"alpha": 0.5}
+    recipe |= {"method": "power_up_dare", "params": {"alpha": 0.123456, "beta": 7.5}}
+    recipe["rules"] = [{"match": "attn2", "params": {"beta": 40.0}}]
+    text.fill(json.dumps(recipe))
+    tab.page.click("#merge_recipe_read")
+    until(lambda: number.input_value() == "0.123456", tab.page)
+    tab.wait_plan("with parameters of a rule")
+    text.fill("")
+    tab.page.click("#merge_recipe_write")
+    until(lambda: bool(text.input_value()), tab.page)
+    back = json.loads(text.input_value())
+    assert (back["params"], back["rules"]) == (recipe["params"], recipe["rules"])

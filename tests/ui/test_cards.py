@@ -141,3 +141,20 @@ def test_the_style_knows_the_cards_and_reaches_no_other_tab():
     rules = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
     selectors = [part.strip() for rule in re.findall(r"([^{}]+)\{", rules) for part in rule.split(",")]
     assert all("#merge_root" in part or part.startswith("@media") for part in selectors if part)
+
+
+def test_the_plan_counts_what_rules_and_filters_reach(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.safetensors", {key: values((3,), 1) for key in ("q.1", "q.2", "v.1", "v.2", "o")})
+    host = standalone([tmp_path])
+    entries = {**BY_ID["merge"].first_values(), "A": "a.safetensors", "B": "b.safetensors"}
+
+    def said(**changed):
+        asked = request(BY_ID["merge"], entries | changed, host)
+        return text(cards.planned_card(asked.run(host, dry_run=True), []))
+
+    assert "Rules and filters" not in said()
+    counted = said(rule="q: alpha=0.1", exclude="v", discard="^o$")
+    assert "Rules and filters: 2 with parameters of a rule, 2 excluded" in counted
+    assert "1 discarded" in counted
+    assert "3 not included" in said(exclude="v", include_mode=True)

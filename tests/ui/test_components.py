@@ -12,7 +12,15 @@ from tests.support import values, write
 pytestmark = pytest.mark.gradio
 
 # Field -> a text that differs from what stands there at first and is allowed; others by their kind.
-TEXTS = {"blocks": "IN01=0.25", "loras": "m @ 0.5", "seed": "7", "name": "another", "number": "0.25", "count": "3"}
+TEXTS = {
+    "blocks": "IN01=0.25",
+    "rule": "w: alpha=0.25",
+    "loras": "m @ 0.5",
+    "seed": "7",
+    "name": "another",
+    "number": "0.25",
+    "count": "3",
+}
 
 
 @pytest.fixture

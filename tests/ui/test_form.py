@@ -52,6 +52,7 @@ def test_every_entry_reaches_the_recipe(host):
         MERGE,
         filled(
             method="add_difference", alpha=0.25, smooth=True, C="c.safetensors", blocks="BASE=0, IN00-IN05=0.2",
+            rule="attn2: alpha=0.5 smooth=false\n\n*proj*: alpha=0",
             exclude="attn1\nattn2", glob=True, include_mode=True, discard="*ema*", mismatch="zeros", seed=7,
             allow_mixed_prediction=True, vae="c.safetensors", save_dtype="fp16", override_dtype=True, name="new",
             exists="overwrite", keep_recipe=False,
@@ -61,6 +62,11 @@ def test_every_entry_reaches_the_recipe(host):
     recipe = asked.recipe
     assert (recipe.method, recipe.params) == ("add_difference", {"alpha": 0.25, "smooth": True})
     assert recipe.blocks == {"BASE": {"alpha": 0.0}, "IN00-IN05": {"alpha": 0.2}}
+    assert recipe.rules == (
+        recipes.Rule(match="attn2", params={"alpha": 0.5, "smooth": False}),
+        recipes.Rule(match="*proj*", params={"alpha": 0.0}),
+    )
+    assert values_of(MERGE, recipe, host)["rule"] == "attn2: alpha=0.5 smooth=false\n*proj*: alpha=0"
     assert (recipe.exclude, recipe.discard) == (("attn1", "attn2"), ("*ema*",))
     assert (recipe.glob, recipe.include_mode, recipe.mismatch, recipe.seed) == (True, True, "zeros", 7)
     assert recipe.allow_mixed_prediction
@@ -78,6 +84,31 @@ def test_there_and_back_for_every_method(host, method):
     assert back["C"] == ("c.safetensors" if "C" in chosen.inputs else None)
 
 
+@pytest.mark.parametrize("method", sorted(all_methods()))
+def test_extreme_values_survive_the_form_of_every_method(host, method):
+    """The lowest and highest a method takes, beyond its sliders too, and more digits than a slider has steps."""
+    chosen = all_methods()[method]
+    for extreme in (-1e9, -0.123456789, 0.123456789, 1e9):
+        params = {
+            param.name: param.default if isinstance(param.default, bool) else min(max(param.low, extreme), param.high)
+            for param in chosen.params
+        }
+        slots = {slot: recipes.Slot(file=f"{slot.lower()}.safetensors") for slot in chosen.inputs}
+        recipe = lib_merge.Recipe(method=method, params=params, models=slots)
+        assert request(MERGE, values_of(MERGE, recipe, host), host).recipe == recipe
+
+
+@pytest.mark.parametrize("method", sorted(all_methods()))
+def test_an_emptied_parameter_is_an_error(host, method):
+    chosen = all_methods()[method]
+    params = {param.name: param.default for param in chosen.params}
+    for param in (param for param in chosen.params if not isinstance(param.default, bool)):
+        for nothing in (None, ""):
+            with pytest.raises(FormError) as caught:
+                request(MERGE, filled(method=method, C="c.safetensors", **{**params, param.name: nothing}), host)
+            assert list(caught.value.fields) == [param.name]
+
+
 def test_every_field_of_a_recipe_is_shown_or_refused():
     # a field that is added to the recipe must not be lost on its way through the form
     shown = {field.name for field in MERGE.fields} | {
@@ -88,9 +119,10 @@ def test_every_field_of_a_recipe_is_shown_or_refused():
         "models",
         "output",
         "vae",
+        "rules",  # its field is named after the option
     }
     hidden = set(lib_merge.Recipe().__struct_fields__) - shown
-    examples = {"loras": (recipes.Lora(file="x"),), "rules": (recipes.Rule(match="x", params={}),), "only": "vae"}
+    examples = {"loras": (recipes.Lora(file="x"),), "only": "vae"}
     examples["optimizer"] = recipes.Optimizer(scope="global")
     for name in hidden & examples.keys():
         with pytest.raises(RecipeError, match=name):
@@ -144,6 +176,8 @@ def test_a_model_that_could_be_either_of_two_is_left_open_and_said(tmp_path):
         ({"blocks": "IN00=x"}, "blocks", "cannot read"),
         ({"blocks": "1, 2, 3"}, "blocks", "3 numbers"),
         ({"alpha": None}, "alpha", "type a number"),
+        ({"rule": "w: alpha=1\n\nv alpha=1"}, "rule", "line 3.*no.* rule"),
+        ({"rule": "w: alpha=1 alpha=2"}, "rule", "line 1.*given twice"),
         ({"seed": None}, "seed", "whole number"),
         ({"seed": 1.5}, "seed", "whole number"),
         ({"name": "../x"}, "name", "leads out"),

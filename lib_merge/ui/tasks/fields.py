@@ -14,10 +14,22 @@ BLOCKS = Field(
     "as BASE=0, IN00-IN05=0.2, OUT=0.7, a shape (gradient_up), or 12, 17, 20, 26 or 61 numbers; empty: all alike",
     section="Block weights",
 )
-EXCLUDE = Field("exclude", "Keep A's values where the name matches", "lines", "regular expressions, one a line")
-INCLUDE_MODE = Field("include_mode", "Turn that round: merge only what matches", "check", default=False)
-DISCARD = Field("discard", "Leave out tensors whose name matches", "lines", "regular expressions, one a line")
-GLOB = Field("glob", "Names are matched by wildcards (* ?) instead", "check", default=False)
+_PATTERNS = "regular expressions, one a line"
+RULE = Field(
+    "rule",
+    "Parameters of their own where the name matches",
+    "lines",
+    "one rule a line, as PATTERN: alpha=0.3 beta=0.1; later ones win",
+    section="Rules and filters",
+)
+EXCLUDE = Field("exclude", "Keep A's values where the name matches", "lines", _PATTERNS, section="Rules and filters")
+INCLUDE_MODE = Field(
+    "include_mode", "Turn that round: merge only what matches", "check", default=False, section="Rules and filters"
+)
+DISCARD = Field("discard", "Leave out tensors whose name matches", "lines", _PATTERNS, section="Rules and filters")
+GLOB = Field(
+    "glob", "Names are matched by wildcards (* ?) instead", "check", default=False, section="Rules and filters"
+)
 MISMATCH = Field(
     "mismatch",
     "Where B or C lacks a tensor",
