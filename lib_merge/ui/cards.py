@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from html import escape
@@ -12,7 +13,7 @@ from ..errors import MergeError, PlanError, Problem
 from ..execute import Result
 from ..fold import Folded
 from ..kernels.registry import Method
-from ..lora import LoraResult
+from ..lora import LoraPlan, LoraResult
 from ..plan import Plan
 from .facts import Facts, size_text
 from .spoken import spoken
@@ -108,13 +109,37 @@ def planned_card(
             return plan_card(made.plan, facts, made.output, replaces=replaces)
     if isinstance(made, Folded):
         return _fold_card(made, facts, replaces)
+    plan = made.plan
     body = [
         _models_table(facts),
-        line(f"LoRA: {made.modules:,} modules" + (f", {made.copied:,} tensors copied" if made.copied else "")),
+        _lora_lines(plan) if plan else line(f"LoRA: {made.modules:,} modules"),
         _written(made.output, replaces),
-        problem_list(told(made)),
+        problem_list(plan.problems if plan else told(made)),
     ]
     return card("plan", "Plan", "".join(body))
+
+
+def _lora_lines(plan: LoraPlan) -> str:
+    """Modules, ranks, bytes and memory of a LoRA, and what is done where."""
+    most = "" if plan.exact else "at most "
+    counts = [f"{most}{len(plan.steps):,} modules"]
+    counts += [f"{plan.copied:,} tensors copied"] if plan.copied else []
+    counts += [f"{plan.unused:,} tensors not used"] if plan.unused else []
+    ranks = Counter((step.rank, step.exact) for step in plan.steps if step.rank is not None)
+    told_ranks = [
+        f"{'' if exact else 'at most '}{rank} ({count:,})" for (rank, exact), count in ranks.most_common(_SHOWN)
+    ] + (["…"] if len(ranks) > _SHOWN else [])
+    reasons = Counter(step.reason for step in plan.steps if step.reason).most_common(_SHOWN)
+    ways = "".join(f"<li>{escape(reason)} <small>({count:,} modules)</small></li>" for reason, count in reasons)
+    size, peak = size_text(plan.output_bytes), size_text(plan.peak_bytes)
+    return "".join(
+        [
+            line(f"LoRA: {', '.join(counts)}"),
+            line(f"Ranks: {', '.join(told_ranks)}") if told_ranks else "",
+            line(f"Result: {most}{size}, expected peak memory {peak}"),
+            f"<details><summary>What is done</summary><ul>{ways}</ul></details>" if ways else "",
+        ]
+    )
 
 
 def _fold_card(made: Folded, facts: Sequence[tuple[str, Facts]], replaces: bool) -> str:

@@ -17,7 +17,7 @@ from lib_merge.errors import FileError, RecipeError
 from lib_merge.host import Host, standalone
 from lib_merge.lora import LoraResult
 from lib_merge.ui import cards, form, lora_lines, run_cards
-from lib_merge.ui.facts import facts
+from lib_merge.ui.facts import facts, size_text
 from lib_merge.ui.filling import values_of
 from lib_merge.ui.form import FormError, request
 from lib_merge.ui.tasks.registry import BY_ID, TASKS
@@ -147,6 +147,19 @@ def test_the_cards_of_every_task(house, task):
     said = text(run_cards.job_card(job))
     assert said.split()[0] in ("Baked", "Converted", "Done")
     assert f"new.safetensors in {asked.target.parent}" in said
+
+
+def test_the_plan_of_a_lora_tells_what_a_dry_run_tells(house):
+    """Modules, ranks and bytes are those of the file that is made after it."""
+    asked = request(
+        BY_ID["lora_merge"], filled("lora_merge", loras=LINES, method="concat", save_dtype="fp32"), house.host
+    )
+    planned = asked.run(house.host, dry_run=True)
+    said = text(cards.planned_card(planned, []))
+    made = asked.run(house.host)
+    assert f"LoRA: {made.modules} modules" in said
+    assert all(f"{rank} ({count})" in said for rank, count in made.ranks.items())
+    assert f"Result: {size_text(made.output_bytes)}, expected peak memory" in said
 
 
 def test_modules_are_not_called_bytes(house):
