@@ -45,9 +45,13 @@ class Claim:
                 fd = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
                 _HELD.add(self._lock)
                 try:
-                    os.write(fd, f"{os.getpid()} {platform.node()}".encode())
-                finally:
-                    os.close(fd)
+                    try:
+                        os.write(fd, f"{os.getpid()} {platform.node()}".encode())
+                    finally:
+                        os.close(fd)
+                except BaseException:
+                    self.__exit__()
+                    raise
                 return self
             if told := _holder(self._lock):
                 raise OutputError(

@@ -200,7 +200,7 @@ def test_a_killed_command_leaves_nothing_under_its_name(tmp_path, number):
     assert printed == ""
     assert not out.exists()
     left = names(tmp_path / "to")
-    assert all(re.fullmatch(r"\.out\.lib_merge-\d+-[0-9a-f]+\.part", name) for name in left)
+    assert all(re.fullmatch(r"\.out\.lib_merge(-\d+-[0-9a-f]+\.part|\.lock)", name) for name in left)
     assert number == signal.SIGKILL or left == []
     assert inputs(pair) == before
     lib_merge.fold(pair.dense, tmp_path / "adapter", out, quantize=pair.shipped)
