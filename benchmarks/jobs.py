@@ -10,6 +10,7 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "weighted_sum": {"alpha": 0.3},
     "power_up_dare": {"alpha": 0.85, "beta": 1.0, "seed": 42},
 }
-WARM_PACKAGES = ("lib_merge.files", "lib_merge.kernels")
+WARM_PACKAGES = ("lib_merge.files", "lib_merge.kernels", *(["lib_merge.compiled"] if find_spec("numba") else []))
 Work = Callable[[], object]
 
 

@@ -18,7 +18,7 @@ from ..kernels.ties import Candidates, Histogram
 from ..lazy import torch
 from .formula import Constants, Formula, Params, Seen, no_base, powered, product
 from .gaps import finite
-from .numbers import bits_of, compiled, widen
+from .numbers import bits_of, compiled, kept, widen
 from .shares import largest_gap
 from .sums import step_towards
 
@@ -138,14 +138,14 @@ def _below(smallest: int | None) -> float | None:
 # Measures: see `ties`.
 
 
-@compiled
+@kept
 def _count(bits: Any, counts: Any) -> None:
     """Upper halves of the bits of numbers; zeros, which are many, go to the last places in turn."""
     for i in range(bits.size):
         counts[bits[i] >> _HALF if bits[i] > 0 else _UPPER_HALVES + (i & _LAST_ZERO)] += 1
 
 
-@compiled
+@kept
 def _share_upper(bits: Any, upper: Any, out: Any) -> None:
     """Which numbers other than 0 have this upper half of their bits."""
     for i in range(bits.size):
@@ -156,7 +156,6 @@ def _share_upper(bits: Any, upper: Any, out: Any) -> None:
 def _bits_loop(formula: Formula, magnitude: Any) -> Any:
     function, base = compiled(magnitude), compiled(formula.base or no_base)
 
-    @compiled
     def run(a: Any, b: Any, m: Any, draws: Any, out: Any, exponent: Any, constants: Any) -> Any:
         bad = False
         for i in range(out.size):
@@ -167,7 +166,7 @@ def _bits_loop(formula: Formula, magnitude: Any) -> Any:
             out[i] = bits_of(function(x, y, powered, draw, constants))
         return bad
 
-    return run
+    return kept(run, magnitude.__name__)
 
 
 def _magnitudes(formula: Formula, magnitude: Any, seen: Seen, constants: Constants) -> Iterator[NDArray[np.int32]]:

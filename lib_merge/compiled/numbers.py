@@ -5,7 +5,10 @@ Which format bits are of is told by the type they are kept in: float16 in uint16
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -13,10 +16,46 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
+
+from ..kernels import random as constants
 
 # Never fastmath, and no contraction: those bits differ from processor to processor.
 compiled = numba.njit(nogil=True, error_model="numpy")
+
+
+class _Kept(FunctionCache):  # type: ignore[misc]
+    """Machine code on the disk, found by what it is made of: numba looks at the function's own file only."""
+
+    def __init__(self, function: Any, name: str) -> None:
+        super().__init__(function)
+        self._name = name
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, _sources())
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return signature, codegen.magic_tuple(), self._name
+
+
+def kept(function: Any, name: str = "") -> Any:
+    """`compiled`, and kept on the disk for the next process until a source of this room changes.
+
+    Args:
+        function: to be compiled.
+        name: tells functions of one source apart.
+    """
+    found = compiled(function)
+    with suppress(Exception):  # no folder may be written to, or this numba keeps its code in another way
+        found._cache = _Kept(function, name)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """Of everything that the machine code is made of; numba itself looks at the function's own file only."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(constants.__file__)]
+    return sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
 
 _HALF, _FLOAT, _I16, _I32 = ir.HalfType(), ir.FloatType(), ir.IntType(16), ir.IntType(32)
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..kernels.random import DRAWS_PER_BLOCK
 from ..kernels.scratch import flat_room
 from ..lazy import torch
-from .numbers import compiled, upper_half
+from .numbers import compiled, kept, upper_half
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,7 +54,7 @@ def _block(counter: Any, k: Any, q: Any) -> Any:
     return a, b, c, d
 
 
-@compiled
+@kept
 def _fill(low_key: Any, high_key: Any, counter: Any, out: Any) -> None:
     """Blocks from a counter on, two at a time: neither waits for the other."""
     for at in range(0, out.size - 7, 8):
