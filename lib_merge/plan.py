@@ -20,10 +20,12 @@ from .files.source import Part, Source
 from .files.target import target_problems
 from .kernels.registry import method
 from .metadata import header_metadata
+from .quant.coded import coded_tensors
 from .recipe import Recipe, called
 from .resolve import Resolved, resolve
 from .steps import Step
 from .tiles import KEEP_BYTES, worker_bytes
+from .wording import count_of, named
 
 # Resident memory of a process that has loaded torch.
 _BASE_BYTES = 262 << 20
@@ -263,10 +265,21 @@ def _without_effect(recipe: Recipe, sources: Mapping[str, Source], steps: Sequen
         yield Problem("note", f"seed changes nothing: {recipe.method} is not random")
     if recipe.glob and not (recipe.exclude or recipe.discard or recipe.rules):
         yield Problem("note", "glob changes nothing: there are no patterns")
+    if recipe.task == "convert":
+        yield from _coded_copies(sources[base_slot(recipe)], steps)
     merges = [step.merge for step in steps if step.merge is not None and step.action == "merged"]
     if merges and all(node.params.get(method(node.method).strength) == 0 for node in merges):
         told = " and ".join(sorted({method(node.method).strength for node in merges}))
         yield Problem("note", f"{told} is 0 everywhere: the merge leaves model A as it is")
+
+
+def _coded_copies(source: Source, steps: Sequence[Step]) -> Iterable[Problem]:
+    """A copy of a quantized model is a quantized model."""
+    stored = {step.key: step.dtype for step in steps}
+    kinds = coded_tensors({key: info.dtype for key, info in source.tensors.items()})
+    if kept := [key for key in kinds if stored.get(key) == source.tensors[key].dtype]:
+        what = f"{count_of(kept)} of coded weights ({kinds[kept[0]]}) copied as they are, quantized: {named(kept)}"
+        yield Problem("note", what, tensor=kept[0])
 
 
 def twins(sources: Mapping[str, Source]) -> Iterable[Problem]:

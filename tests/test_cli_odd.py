@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lib_merge.cli import main
@@ -88,3 +89,17 @@ def test_a_pipe_that_is_closed_early_shows_no_traceback(folder):
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 2
     assert "\x1b" not in done.stdout
+
+
+def test_a_copy_of_a_quantized_model_is_told_to_be_one(folder, capsys):
+    key = "model.diffusion_model.double_blocks.0.img_attn.qkv.weight"
+    parts = {"absmax": np.ones(2, "f4"), "quant_map": np.ones(16, "f4")}
+    parts["quant_state.bitsandbytes__nf4"] = np.zeros(4, np.uint8)
+    tensors = {key: np.zeros((8, 1), np.uint8), **{f"{key}.{name}": array for name, array in parts.items()}}
+    write(folder / "nf4.safetensors", tensors)
+    assert main(["convert", "nf4.safetensors", "-o", "copy.safetensors"]) == 0
+    told = capsys.readouterr().out
+    assert "note: 4 tensors of coded weights (NF4" in told
+    assert "copied as they are, quantized" in told
+    assert main(["convert", "a.safetensors", "-o", "plain.safetensors"]) == 0
+    assert "coded" not in capsys.readouterr().out
