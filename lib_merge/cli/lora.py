@@ -10,8 +10,8 @@ import click
 
 from .. import report
 from ..families import STYLES
+from ..lora import VARIANTS, Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
 from ..lora import Comparison as LoraComparison
-from ..lora import Converted, LoraResult, compare_loras, convert_lora, extract_lora, merge_loras, resize_lora
 from .lora_plans import describe_lora_plan, lora_plan_dict
 from .options import asked, debug_option, json_option, lora_alpha_option, options, writing_options
 from .parse import lora_argument, metadata_object, parameters
@@ -62,7 +62,14 @@ _optimizer = options(
 @click.option("--max-rank", type=click.IntRange(1), metavar="N", help="No module gets more; default: the added ranks.")
 @click.option("--max-error", type=float, metavar="X", help="Relative error that a cut allows; default 0.05.")
 @click.option("--base", metavar="CHECKPOINT", help="Needed for DoRA, OFT, (IA)³, GLoRA and full copies.")
-@click.option("-p", "params", multiple=True, metavar="NAME=VALUE", help="A parameter of another program's merge.")
+@click.option(
+    "-p",
+    "params",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A parameter of another program's merge, or a "
+    f"variant of a step, off by default: {', '.join(VARIANTS)} (=true).",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random methods.")
 @lora_alpha_option
 @_dtype

@@ -158,6 +158,8 @@ def conflict_aware(
     density: float,
     draws: Sequence[Tensor],
     dampening: float = 0.0,
+    law: Law = "power",
+    rule: Rule = "window",
 ) -> Sparsified:
     """Sparsify only where deltas conflict; what they do not dispute stays whole.
 
@@ -172,12 +174,14 @@ def conflict_aware(
         density: 0 … 1, inside the mask.
         draws: int32, 0 … 65535, for each delta.
         dampening: of DARE; DELLA has none.
+        law: of the dampening, see `rescale_factor`.
+        rule: of DELLA, see `della`.
     """
     share = float(mask.double().mean()) if mask.numel() else 0.0
     if share > _CHANCE_CONFLICT and abs(cosine) < _UNRELATED:
         return Sparsified(list(xs), True, share)
     made = []
     for x, drawn in zip(xs, draws, strict=True):
-        sparse = dare(x, density, drawn, dampening) if kind == "dare" else della(x, density, drawn)
+        sparse = dare(x, density, drawn, dampening, law) if kind == "dare" else della(x, density, drawn, rule)
         made.append(torch.where(mask, sparse, x))
     return Sparsified(made, False, share)

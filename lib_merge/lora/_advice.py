@@ -76,7 +76,8 @@ def missed(modules: Sequence[Module], limit: float) -> Iterator[str]:
 
 def without_effect(counts: Mapping[str, int], strengths: Sequence[float], settings: Settings) -> Iterator[str]:
     """Where a factor common to all strengths changes nothing."""
-    means = sum(counts.get(strategy, 0) for strategy in NORMALIZED)
+    sized = ("ties",) if settings.count_divisor else ()
+    means = sum(counts.get(strategy, 0) for strategy in NORMALIZED if strategy not in sized)
     if means and settings.normalize and any(abs(s) != 1 for s in strengths):
         yield (
             f"{means} weights are means by strength: a factor common to all strengths changes nothing there; "

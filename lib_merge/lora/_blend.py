@@ -97,7 +97,8 @@ def gain(choice: Choice, relations: Relations, settings: Settings, norm: float) 
     """
     strengths = [abs(s) for s in relations.strengths]
     sums = choice.strategy == "weighted_sum"
-    factor = 1.0 if sums or settings.normalize else sum(s * s for s in strengths) / sum(strengths)
+    sized = sums or (choice.strategy == "ties" and settings.count_divisor)  # the strengths count already
+    factor = 1.0 if sized or settings.normalize else sum(s * s for s in strengths) / sum(strengths)
     on = settings.auto_strength
     if on or (on is None and sums and settings.method == AUTO):
         sizes = [s * size for s, size in zip(strengths, relations.norms, strict=True)]

@@ -78,6 +78,16 @@ def _votes(recipe: Recipe) -> bool:
     return recipe.method == "ties" or _decides(recipe)
 
 
+def _has_means(recipe: Recipe) -> bool:
+    """Whether some results do not grow with a common factor of the strengths."""
+    return _averages(recipe) and not (recipe.method == "ties" and _param("count_divisor")(recipe))
+
+
+def _drops(kind: str) -> Test:
+    """Whether entries are dropped by chance by `dare`, or by `della`."""
+    return lambda recipe: _sparsified(recipe) and recipe.optimizer.sparsify.startswith(kind)
+
+
 def _fills(recipe: Recipe) -> bool:
     """Whether a result may be no product of small factors."""
     if recipe.optimizer.refinement == "maximum":
@@ -109,13 +119,21 @@ MERGING = (
     Need("sparsify", _BY_STRATEGY, _word("sparsify"), _chosen),
     Need("density", _DENSITY, _param("density"), lambda recipe: _votes(recipe) or _sparsified(recipe)),
     Need("density auto", _DENSITY, _param("auto_density"), lambda recipe: _votes(recipe) or _sparsified(recipe)),
-    Need("dampening", "with sparsify dare or dare_conflict", _beyond_zero("dampening"),
-         lambda recipe: _sparsified(recipe) and recipe.optimizer.sparsify.startswith("dare")),
+    Need("dampening", "with sparsify dare or dare_conflict", _beyond_zero("dampening"), _drops("dare")),
+    Need("linear_dampening", "with dampening", _param("linear_dampening"), _beyond_zero("dampening")),
+    Need("document_della", "with sparsify della or della_conflict", _param("document_della"), _drops("della")),
+    Need("count_divisor", "with method ties, or with method auto", _param("count_divisor"), _votes),
+    Need("projection_vote", "with method ties or auto, and refinement enhanced", _param("projection_vote"),
+         lambda recipe: _votes(recipe) and recipe.optimizer.refinement == "enhanced"),
+    Need("drop_selfish", "with refinement enhanced or maximum", _param("drop_selfish"),
+         lambda recipe: _chosen(recipe) and recipe.optimizer.refinement != "standard"),
     Need("auto-strength", _BY_STRATEGY, _param("auto_strength"), _chosen),
     Need("output-strength", _BY_STRATEGY, _param("output_strength"), _chosen),
     Need("output-strength auto", _BY_STRATEGY, _param("auto_output_strength"), _chosen),
     Need("no-normalize", "with method auto, weighted_average, slerp, consensus or ties",
          lambda recipe: recipe.params.get("normalize") is False, _averages),
+    Need("no-normalize", "without count_divisor, where all is TIES",
+         lambda recipe: _averages(recipe) and recipe.params.get("normalize") is False, _has_means),
     Need("lossless", _BY_STRATEGY, _param("lossless"), _chosen),
     Need("lossless", "where factors are not exact already: with method auto, consensus or ties, refinement enhanced or "
          "sparsify, and no refinement maximum", _param("lossless"), _fills, "note"),

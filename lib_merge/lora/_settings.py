@@ -24,7 +24,15 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "smoothing": (0.0, 1.0),
     "output_strength": (-math.inf, math.inf),
 }
-_SWITCHES = ("auto_density", "auto_strength", "auto_output_strength", "normalize", "lossless")
+# Variant of a step -> what it does, for those who compare with papers and other programs; each is off by default.
+VARIANTS: Mapping[str, str] = {
+    "count_divisor": "TIES divides Σw·d by how many LoRAs agree, not by their Σw: a common strength keeps its effect",
+    "projection_vote": "the vote on rows goes by a row's product with the rows of all LoRAs together, not by its sum",
+    "drop_selfish": "entries that one LoRA alone uses are taken away, as TALL masks do, not protected",
+    "linear_dampening": "dampening divides by p + dampening·(1 − p), p the density, not by p^(1 − dampening)",
+    "document_della": "DELLA by the optimizer's document: large entries of a row go most, half as many as density says",
+}
+_SWITCHES = ("auto_density", "auto_strength", "auto_output_strength", "normalize", "lossless", *VARIANTS)
 PARAMS = (*_RANGES, *_SWITCHES)
 
 
@@ -44,6 +52,7 @@ class Settings:
         normalize: averages, SLERP, consensus and TIES give a mean, whatever a common strength; else its size counts.
         lossless: weights that factors cannot hold are stored whole.
         seed: of random steps.
+        count_divisor, projection_vote, drop_selfish, linear_dampening, document_della: see `VARIANTS`.
     """
 
     method: str = AUTO
@@ -57,6 +66,11 @@ class Settings:
     normalize: bool = True
     lossless: bool = False
     seed: int = 0
+    count_divisor: bool = False
+    projection_vote: bool = False
+    drop_selfish: bool = False
+    linear_dampening: bool = False
+    document_della: bool = False
 
     @property
     def sparsified(self) -> bool:

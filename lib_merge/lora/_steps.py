@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..choose import Choice
-from ..kernels import combinations, sparsify
+from ..kernels import combinations, lowrank, sparsify
 from ..kernels.consensus import consensus
 from ..kernels.random import draws, stream_key
-from ..kernels.selfish import tall_split
-from ..kernels.votes import columnwise, conflict_mask, conflict_mode_masks, ties, trim
+from ..kernels.selfish import shared_mask, tall_split
+from ..kernels.votes import Divisor, Score, columnwise, conflict_mask, conflict_mode_masks, ties, trim
 from ..recipe import ConflictMode
 from ._settings import Settings
 
@@ -75,13 +75,27 @@ def put_together(deltas: Sequence[Tensor], strengths: Sequence[float], way: Way)
     masks = conflict_mode_masks(gs, ws, way.modes)
     gs = [g if mask is None else g * mask for g, mask in zip(gs, masks, strict=True)]
     selfish, share = None, math.nan
+    shared = None
     if way.settings.refined:
-        selfish, gs, share = tall_split(gs, ws)
+        if way.settings.drop_selfish:
+            shared = shared_mask(gs, ws)
+            share = 1.0 - float(shared.double().mean())
+        else:
+            selfish, gs, share = tall_split(gs, ws)
         if way.choice.strategy != "consensus":
             gs, ws, way = _orthogonal(gs, ws, way)
     gs, note = _sparsified(gs, way) if way.settings.sparsified else (gs, "")
     result = _STRATEGIES[way.choice.strategy](gs, ws, way)
+    if shared is not None:
+        kept = result * shared
+        return Outcome(kept, share, "; ".join(filter(None, (note, _smaller(result, kept)))))
     return Outcome(result if selfish is None else result + selfish, share, note)
+
+
+def _smaller(before: Tensor, after: Tensor) -> str:
+    """What taking entries away did to a result's size, at an output strength of 1."""
+    sizes = (math.sqrt(lowrank.energy(x)) for x in (before, after))
+    return "selfish entries taken away: norm {:.3g} before, {:.3g} after".format(*sizes)
 
 
 def _orthogonal(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> tuple[list[Tensor], list[float], Way]:
@@ -106,16 +120,22 @@ def _sparsified(gs: Sequence[Tensor], way: Way) -> tuple[list[Tensor], str]:
         return [_dropped(kind, g, draw, way) for g, draw in zip(gs, drawn, strict=True)], ""
     made = sparsify.conflict_aware(
         kind,  # type: ignore[arg-type]
-        gs, conflict_mask(gs), way.cosine, way.density, drawn, way.settings.dampening,
+        gs, conflict_mask(gs), way.cosine, way.density, drawn, way.settings.dampening, *_variants(way.settings),
     )  # fmt: skip
     note = f"nothing dropped: a conflict of {made.share:.0%} of all entries is no more than chance"
     return made.tensors, note if made.skipped else ""
 
 
 def _dropped(kind: str, g: Tensor, draw: Tensor, way: Way) -> Tensor:
+    law, rule = _variants(way.settings)
     if kind == "dare":
-        return sparsify.dare(g, way.density, draw, way.settings.dampening)
-    return sparsify.della(g, way.density, draw)
+        return sparsify.dare(g, way.density, draw, way.settings.dampening, law)
+    return sparsify.della(g, way.density, draw, rule)
+
+
+def _variants(settings: Settings) -> tuple[sparsify.Law, sparsify.Rule]:
+    """Law of DARE's dampening, and rule of DELLA."""
+    return "linear" if settings.linear_dampening else "power", "document" if settings.document_della else "window"
 
 
 def _draws(g: Tensor, number: int, way: Way) -> Tensor:
@@ -142,9 +162,11 @@ def _consensus(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> Tensor:
 
 def _ties(gs: Sequence[Tensor], ws: Sequence[float], way: Way) -> Tensor:
     density = 1.0 if way.settings.sparsified else way.density
+    divisor: Divisor = "count" if way.settings.count_divisor else "weight"
     if way.settings.refined and not way.in_basis:
-        return columnwise([trim(g, density) for g in gs], ws, way.choice.vote)
-    return ties(gs, ws, density, way.choice.vote)
+        score: Score = "projection" if way.settings.projection_vote else "row_sum"
+        return columnwise([trim(g, density) for g in gs], ws, way.choice.vote, divisor, score)
+    return ties(gs, ws, density, way.choice.vote, divisor)
 
 
 _STRATEGIES: dict[str, Callable[[Sequence[Tensor], Sequence[float], Way], Tensor]] = {

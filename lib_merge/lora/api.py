@@ -107,7 +107,8 @@ def merge_loras(
         max_error: relative error that a cut allows, 0.05 by default.
         base: the checkpoint, needed for adapters that are no sums (DoRA, OFT, (IA)³, GLoRA, full copies).
         lora_alpha: alpha of LoRAs that carry none.
-        params: of another program's merge: density, clamp, frequency.
+        params: of another program's merge: density, clamp, frequency; of this one's, with True, variants of steps:
+            `count_divisor`, `projection_vote`, `drop_selfish`, `linear_dampening`, `document_della`, see `VARIANTS`.
         save_dtype: dtype of the result; `auto`: the widest of the inputs.
         metadata: extra header metadata; values that are not text become JSON.
         seed: of random methods.

@@ -30,6 +30,12 @@ REFUSED = {
     "--method auto --scope additive --density 0.2": "density",
     "--method ties --dampening 0.5": "dampening",
     "--method ties --sparsify della --dampening 0.5": "dampening",
+    "--method ties --sparsify dare -p linear_dampening=true": "linear_dampening",
+    "--method ties --sparsify dare -p document_della=true": "document_della",
+    "--method slerp -p count_divisor=true": "count_divisor",
+    "--method ties -p projection_vote=true": "projection_vote",
+    "--method ties --refinement maximum -p projection_vote=true": "projection_vote",
+    "--method ties -p drop_selfish=true": "drop_selfish",
     "--auto-strength": "auto-strength",
     "--output-strength 2": "output-strength",
     "--output-strength auto": "output-strength auto",
@@ -54,6 +60,9 @@ HEEDED = [
     "--method weighted_sum --auto-strength --output-strength 2",
     "--method slerp --refinement enhanced --lossless --output-strength auto",
     "--rank auto --max-error 0.1 --max-rank 3",
+    "--method slerp --sparsify dare --dampening 0.5 -p linear_dampening=true",
+    "--method auto --refinement enhanced --sparsify della -p document_della=true -p drop_selfish=true",
+    "--method ties --refinement enhanced -p count_divisor=true -p projection_vote=true",
     "--method ties --rank 4 --max-rank 8",
     "--method peft_dare_linear_svd --rank 4 -p density=0.5 --seed 3",
 ]
@@ -83,6 +92,15 @@ def test_what_takes_effect_is_not(folder, capsys):
     for words in HEEDED:
         assert merged(*words.split()) == 0, f"{words}: {capsys.readouterr().err}"
         assert "takes effect only" not in capsys.readouterr().out
+
+
+MEANS = ("--no-normalize", "-p", "count_divisor=true")
+
+
+def test_means_by_their_number_have_a_size_already(folder, capsys):
+    assert merged(*MEANS, "--method", "ties") == 1
+    assert "no-normalize takes effect only without count_divisor" in capsys.readouterr().err
+    assert merged(*MEANS, "--method", "auto") == 0
 
 
 def test_every_option_of_the_table_is_tried():
