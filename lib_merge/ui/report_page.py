@@ -109,6 +109,7 @@ class ReportPage:
         first = labels[0] if labels else None
         lines = [line for line in (view.sentence, report_view.drawing_problem()) if line]
         about = cards.note_card(view.title, lines) + cards.facts_card("Made by", view.header)
+        about += cards.facts_card("Chosen in each block", view.chosen) if view.chosen else ""
         return {
             self._said: about,
             self._box: gr.update(visible=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +64,15 @@ class View:
     def blocks(self) -> list[str]:
         """Blocks that the table can be narrowed to."""
         return [ALL, *dict.fromkeys(str(row.get("block", "")) for row in self.rows if row.get("block"))]
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """Block -> the strategies that its weights got and how often, the most frequent first; empty without any."""
+        counts: dict[str, Counter[str]] = {}
+        for row in self.rows:
+            if strategy := row.get("strategy"):
+                counts.setdefault(str(row.get("block") or "(none)"), Counter())[str(strategy)] += 1
+        return {block: ", ".join(f"{n} {id}" for id, n in found.most_common()) for block, found in counts.items()}
 
     def quantity(self, id: str) -> Mapping[str, Any] | None:
         """The numbers of one quantity; None where there is nothing of it."""

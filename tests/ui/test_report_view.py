@@ -107,3 +107,10 @@ def test_without_plotly_a_line_says_so(view, monkeypatch):
     assert "pip install plotly" in report_view.drawing_problem()
     assert report_view.heatmap(view, "rel_change") is None
     assert len(view.table("rel_change")) == SHOWN
+
+
+def test_the_strategies_of_each_block_are_counted():
+    chosen = [("IN01", "slerp"), ("IN01", "ties"), ("IN01", "ties"), ("", "ties"), ("M00", ""), ("OUT03", "consensus")]
+    view = View("lora", {}, [{"key": str(n), "block": b, "strategy": s} for n, (b, s) in enumerate(chosen)])
+    assert view.chosen == {"IN01": "2 ties, 1 slerp", "(none)": "1 ties", "OUT03": "1 consensus"}
+    assert View("merge", {}, [{"key": "a", "block": "IN01", "action": "merged"}]).chosen == {}
