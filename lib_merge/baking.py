@@ -215,6 +215,7 @@ class Baking:
                 f"the parts of a {FORMATS[change.format].label} module do not fit together: {error}",
                 file=self._sources[change.slot].path,
                 tensor=next(iter(change.keys.values())),
+                hint="use an undamaged file",
             ) from error
 
     def _parts(self, change: Change) -> dict[str, Tensor]:

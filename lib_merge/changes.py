@@ -268,8 +268,9 @@ class _Matcher:
             say(Problem("error", what, file, hint="the LoRA was trained on another model"))
         elif len(lost) == len(adapter.pieces):
             samples = f"it has {next(iter(source.tensors), 'no tensors')}, the checkpoint {next(iter(self.base), '')}"
-            say(Problem("error", f"no module of {lora.file} is found in the checkpoint ({samples})", file,
-                        hint="check that the two are of one family"))  # fmt: skip
+            what = f"no module of {lora.file} {'is found in the checkpoint' if lost else 'has all of its parts'}"
+            hint = "check that the two are of one family" if lost else "download or copy the file again"
+            say(Problem("error", f"{what} ({samples})", file, hint=hint))
         elif lost:
             names = [piece.stem for piece in lost]
             what = f"{len(names)} modules of {lora.file} are not found in the checkpoint and not used: {named(names)}"

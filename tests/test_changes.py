@@ -131,3 +131,30 @@ def test_a_part_without_its_other_half_is_told_as_such(tmp_path):
     assert (alone.tensor, made.merged) == (lone, 1)
     with pytest.raises(PlanError, match="and 1 more problems"):
         bake(tmp_path, half, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            {"hada_w1_a": (16, 4), "hada_w1_b": (4, 16), "hada_w2_a": (16, 4)},
+            "no module of odd.safetensors has all of its",
+        ),
+        (
+            {"a1.weight": (16, 4), "a2.weight": (4, 16), "b1.weight": (16, 4), "b2.weight": (5, 16)},
+            "do not fit together",
+        ),
+        ({"oft_blocks": (4, 4, 4, 4)}, "4 stages of 4 blocks of 4 rows cannot be paired"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_told_by_the_plan(parts, said, tmp_path):
+    base(tmp_path / "a.safetensors")
+    odd = {f"{STEM[Q]}.{role}": values(shape, n) for n, (role, shape) in enumerate(parts.items())}
+    with pytest.raises(PlanError, match=said):
+        bake(tmp_path, write(tmp_path / "odd.safetensors", odd))
+
+
+def test_as_many_stages_as_the_rows_can_be_paired_in(tmp_path):
+    base(tmp_path / "a.safetensors")
+    fine = {f"{STEM[Q]}.oft_blocks": values((3, 4, 4, 4), 1)}
+    assert bake(tmp_path, write(tmp_path / "fine.safetensors", fine)).merged == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._algebra import flat, fold_mid, scale_of
+from ..errors import MergeError
+from ._algebra import flat, fold_mid, scale_of, size
 from ._config import Config, Value
 from ._registry import Format, Parts, Settings, Shape, Shapes, register
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAMES = ("a1", "a2", "b1", "b2")
+_PAIRS = (("glora_a1", "glora_a2"), ("glora_b1", "glora_b2"))
 
 
 def _is_old(shapes: Shapes) -> bool:
@@ -53,7 +55,18 @@ def apply(weight: Tensor, parts: Parts, settings: Settings, strength: float) -> 
 
 
 def shape(shapes: Shapes, settings: Settings) -> Shape:
-    """(out, any)."""
+    """(out, any).
+
+    Raises:
+        MergeError: two parts that are multiplied have different ranks.
+    """
+    for left, right in (("glora_a2", "glora_a1"), ("glora_b2", "glora_b1")) if _is_old(shapes) else _PAIRS:
+        joint = shapes["glora_bm"][:2] if "glora_bm" in shapes and right == "glora_b2" else None
+        inner = joint or (shapes[right][0], shapes[right][0])
+        if (size(shapes[left]), shapes[right][0]) != tuple(inner):
+            raise MergeError(
+                f"its parts {left} {list(shapes[left])} and {right} {list(shapes[right])} do not fit together"
+            )
     return shapes["glora_b2" if _is_old(shapes) else "glora_b1"][0], -1
 
 

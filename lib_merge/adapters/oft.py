@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..errors import MergeError
 from ..lazy import torch
 from ._algebra import eye_like
 from ._registry import Format, Parts, Settings, Shape, Shapes, no_rank, register
@@ -86,6 +87,18 @@ def shape(shapes: Shapes, settings: Settings) -> Shape:
     return count * size, -1
 
 
+def boft_shape(shapes: Shapes, settings: Settings) -> Shape:
+    """(out, any): blocks × block size, which the stages must be able to pair.
+
+    Raises:
+        MergeError: there are more stages than the rows can be paired in.
+    """
+    stages, count, block = shapes["oft_blocks"][:3]
+    if block % 2 or (count * block) % (2 ** (stages - 1) * block):
+        raise MergeError(f"its {stages} stages of {count} blocks of {block} rows cannot be paired")
+    return count * block, -1
+
+
 def _blocks(axes: int) -> Callable[[Shapes], bool]:
     """Whether `oft_blocks` has that many axes: 3 in diag-OFT, 4 in BOFT, which has stages."""
     return lambda shapes: len(shapes.get("oft_blocks", ())) == axes
@@ -117,7 +130,7 @@ register(
         rank=no_rank,
         linear=False,
         apply=boft_apply,
-        shape=shape,
+        shape=boft_shape,
         complete=_blocks(4),
     )
 )
