@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Bytes of merged tensors from which a run gains more than it takes to load numba and compile: half a second.
 WORTH_BYTES = 256 << 20
 # What numba and its loops take, and how much more those of methods that measure whole tensors.
-_COMPILER_BYTES, _MEASURING_BYTES = 130 << 20, 60 << 20
+_COMPILER_BYTES, _MEASURING_BYTES = 110 << 20, 60 << 20
 
 
 class Loops:
