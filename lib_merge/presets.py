@@ -7,7 +7,7 @@ import binascii
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 from .errors import FileError, OutputError, RecipeError
 from .files.open import open_model
 from .files.userdata import data_folder, write_whole
+from .foreign import host_recipe
 from .recipe import METADATA_KEY, Lora, Recipe, Slot, from_json, to_json
 from .wording import suggestion
 
@@ -212,8 +213,14 @@ def _unpacked(word: str) -> bytes:
     return text
 
 
-def from_file(path: Path) -> Recipe:
+def from_file(path: Path, tell: Callable[[str], None] = lambda note: None) -> Recipe:
     """A recipe from a `.json` or `.txt` file as somebody sent it, or from the header of a merged model.
+
+    A merge of a web UI's own is taken over as far as this program has it.
+
+    Args:
+        path: the file.
+        tell: takes what could not be taken over, a line each.
 
     Raises:
         FileError: it cannot be read.
@@ -228,7 +235,12 @@ def from_file(path: Path) -> Recipe:
             raise RecipeError(error.what, file=path, hint=error.hint) from error
     source = open_model(path)
     try:
-        return in_header(source.metadata, path)
+        taken = None if METADATA_KEY in source.metadata else host_recipe(source.metadata, path)
+        if taken is None:
+            return in_header(source.metadata, path)
+        for note in taken[1]:
+            tell(note)
+        return taken[0]
     finally:
         source.close()
 

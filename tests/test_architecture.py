@@ -26,6 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("buffers", "compiled", "crew", "devices", "report_charts", "pairs", "adapter_facts", "lora_tags"),
     ("report_html",),
     ("recipe", "report", "job", "steps"),
+    ("foreign",),
     (
         *("catalog", "presets", "dtype_rule", "inspection", "metadata", "ports", "settings", "tiles"),
         *("history", "lora_strengths", "rule_text", "channels", "decoding", "prediction", "repairs", "vae"),
@@ -38,7 +39,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("engine", "watch"),
     ("execute",),
     ("lora", "fold"),
-    ("merge", "verify", "analyze", "foreign", "cluster", "demo", "samples"),
+    ("merge", "verify", "analyze", "cluster", "demo", "samples"),
     ("host", "api"),
     ("cli", "ui", "webui"),
     ("app", "__main__", HOST_ENTRY),

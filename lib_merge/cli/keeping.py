@@ -89,7 +89,7 @@ def kept_recipe(text: str) -> Recipe:
     """A recipe by the path of its file, or of a merged model, or by its preset's name; a path that is there wins."""
     looks_like_a_path = Path(text).suffix or len(Path(text).parts) > 1
     if os.path.exists(text) or (looks_like_a_path and text not in Presets().all()):
-        return from_file(Path(text))
+        return from_file(Path(text), lambda note: click.echo(f"note: {note}", err=True))
     return Presets().load(text)
 
 

@@ -71,7 +71,7 @@ def _inspect(file: str, check: bool, as_json: bool, debug: bool) -> None:
 @json_option
 @debug_option
 def _recipe(file: str, as_json: bool, debug: bool) -> None:
-    """Print the recipe that a merged file, or a preset, holds."""
+    """Print the recipe that a merged file, or a preset, holds; also one of a web UI's own merger."""
     print_json(json.loads(to_json(kept_recipe(file))), indent=None if as_json else 2)
 
 

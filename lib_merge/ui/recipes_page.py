@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,10 @@ class RecipesPage:
         try:
             kind = next((kind for kind in _SOURCES if name in self._host.models(kind).names), _SOURCES[0])
             path = self._host.models(kind).resolve(name)
-            return {
-                **self._shows(readable(from_file(path)), _plain_name(path.stem)),
-                self._model: gr.update(value=None),
-            }
+            notes: list[str] = []
+            recipe = from_file(path, notes.append)
+            shown = self._shows(readable(recipe), _plain_name(path.stem))
+            return {**shown, self._said: _about(recipe, notes), self._model: gr.update(value=None)}
         except MergeError as error:
             return self._refused(error)
 
@@ -259,8 +260,8 @@ def _hint() -> str:
     return cards.note_card("Recipes", ["Choose one, import one, or take what the form says."])
 
 
-def _about(recipe: Any) -> str:
-    return cards.note_card("This recipe", [described(recipe)])
+def _about(recipe: Any, notes: Sequence[str] = ()) -> str:
+    return cards.note_card("This recipe", [described(recipe), *notes])
 
 
 def _plain_name(text: str) -> str:
