@@ -140,6 +140,8 @@ needs = {"lib_merge.webui", "lib_merge.__main__"}
 names = [item.name for item in pkgutil.walk_packages(lib_merge.__path__, "lib_merge.")]
 for name in names:
     text = open(importlib.util.find_spec(name).origin, encoding="utf-8").read()
+    if name.startswith("lib_merge.compiled."):  # only where numba is, and there with torch
+        continue
     if name not in needs and "\nimport gradio" not in text and "\nfrom fastapi" not in text:
         importlib.import_module(name)
 assert "torch" not in sys.modules
