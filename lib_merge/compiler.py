@@ -13,8 +13,9 @@ from typing import Any
 
 @lru_cache(maxsize=1)
 def compiler() -> Any:
-    """The module numba; None where it is missing or does not go with this numpy."""
+    """The module numba; None where it is missing, does not go with this numpy, or was told to compile nothing."""
     try:
-        return importlib.import_module("numba")
+        numba = importlib.import_module("numba")
+        return None if numba.config.DISABLE_JIT else numba
     except Exception:  # it checks its numpy while it is imported, and says so by errors of many types
         return None

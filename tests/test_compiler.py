@@ -23,3 +23,9 @@ def test_a_numba_that_does_not_go_with_this_numpy_is_not_used(monkeypatch, fresh
     monkeypatch.setattr(compiler.importlib, "import_module", refuse)
     assert compiler.compiler() is None
     assert compiled.available() is None
+
+
+def test_a_numba_that_is_told_to_compile_nothing_is_not_used(monkeypatch, fresh):
+    numba = pytest.importorskip("numba")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert compiler.compiler() is None
