@@ -25,6 +25,8 @@ _ROWS, _BLOCK = 256, 1 << 18
 _CANCELS = 0.1
 # Singular values below this share of the largest are rounding of float64.
 _NOISE = 1e-13
+# Errors below this many times the rounding of a dtype are more rounding of the singular values than what was cut.
+_BLURRED = 256
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,18 @@ class Spectrum:
         u: [m, k].
         s: [k].
         v: [k, n].
-        total: Σσ² of the whole matrix, of which S may be the beginning.
+        beyond: Σσ² of the singular values that S lacks; 0 where it has all.
     """
 
     u: Tensor
     s: Tensor
     v: Tensor
-    total: float
+    beyond: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Σσ² of the whole matrix."""
+        return _squares(self.s) + self.beyond
 
 
 def joined(terms: Sequence[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor]:
@@ -68,13 +75,12 @@ def spectrum(up: Tensor, down: Tensor) -> Spectrum:
     left, left_small = torch.linalg.qr(up)
     right, right_small = torch.linalg.qr(down.T)
     u, s, v = svd(left_small @ right_small.T)
-    return Spectrum(left @ u, s, v @ right.T, float((s * s).sum()))
+    return Spectrum(left @ u, s, v @ right.T)
 
 
 def dense_spectrum(matrix: Tensor) -> Spectrum:
     """Full singular value decomposition of a matrix."""
-    u, s, v = svd(matrix)
-    return Spectrum(u, s, v, energy(matrix))
+    return Spectrum(*svd(matrix))
 
 
 def sampled_spectrum(matrix: Tensor, rank: int, seed: int, name: str) -> Spectrum:
@@ -95,8 +101,30 @@ def sampled_spectrum(matrix: Tensor, rank: int, seed: int, name: str) -> Spectru
         last, _ = torch.linalg.qr(flat @ (flat.T @ before))
     basis, _ = torch.linalg.qr(torch.cat([last, before], 1))
     u, s, v = _wide_spectrum(basis.T @ flat)
-    found = Spectrum(basis @ u[:, :rank], s[:rank], v[:rank], energy(matrix))
-    return found if flat is matrix else Spectrum(found.v.T, found.s, found.u.T, found.total)
+    left, s, size = basis @ u[:, :rank], s[:rank], energy(matrix)
+    found = Spectrum(left, s, v[:rank], _beyond(flat, left, size - _squares(s), size))
+    return found if flat is matrix else Spectrum(found.v.T, found.s, found.u.T, found.beyond)
+
+
+def _squares(s: Tensor) -> float:
+    return float((s.double() ** 2).sum())
+
+
+def _beyond(matrix: Tensor, u: Tensor, rest: float, size: float) -> float:
+    """Σσ² beyond the sampled ones; what is near the rounding of ‖M‖² is measured, as the difference tells nothing."""
+    eps = torch.finfo(matrix.dtype).eps
+    return rest if rest > _BLURRED * 4 * eps * size else missed(matrix, u)
+
+
+def missed(matrix: Tensor, u: Tensor) -> float:
+    """‖M − Q·Qᵀ·M‖², Q an orthonormal basis of U's columns, in float64: exact however small it is."""
+    basis, _ = torch.linalg.qr(u.double())
+    coordinates = torch.zeros(basis.shape[1], matrix.shape[1], dtype=torch.float64, device=matrix.device)
+    starts = range(0, len(matrix), _ROWS)
+    for at in starts:
+        coordinates += basis[at : at + _ROWS].T @ matrix[at : at + _ROWS].double()
+    rest = (matrix[at : at + _ROWS].double() - basis[at : at + _ROWS] @ coordinates for at in starts)
+    return math.fsum(energy(rows) for rows in rest)
 
 
 def _wide_spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,11 +150,24 @@ def cut(found: Spectrum, rank: int) -> tuple[Tensor, Tensor]:
 
 def cut_error(found: Spectrum, rank: int) -> float:
     """Relative error ‖M − M_r‖/‖M‖ of the cut, from the singular values; 0 for a zero matrix."""
-    if not found.total:
+    total = found.total
+    return math.sqrt((_squares(found.s[rank:]) + found.beyond) / total) if total else 0.0
+
+
+def error_of(matrix: Tensor, found: Spectrum, rank: int) -> float:
+    """Relative error of the cut of a matrix: as `cut_error`, and where that is small measured at the matrix itself.
+
+    Args:
+        matrix: [m, n].
+        found: its singular values, or the first of them.
+        rank: how many are kept.
+    """
+    if rank >= min(matrix.shape):
         return 0.0
-    s = found.s.double()
-    rest = float((s[rank:] ** 2).sum()) + max(found.total - float((s**2).sum()), 0.0)
-    return math.sqrt(rest / found.total)
+    error = cut_error(found, rank)
+    if not found.total or error > _BLURRED * torch.finfo(found.s.dtype).eps:
+        return error
+    return math.sqrt(missed(matrix, found.u[:, :rank]) / found.total)
 
 
 def whole(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,6 @@ class Based:
             up, down = lowrank.cut(found, rank)
             style = "peft" if name.name.startswith("base_model.") else "kohya"
             kernel = tuple(info.shape[1:]) if len(info.shape) > 2 else ()
-            error = lowrank.cut_error(found, rank)
+            error = lowrank.error_of(rows, found, rank)
             modules.append(Module(name.name, "weight", style, component, up, down, kernel=kernel, error=error))
         return modules

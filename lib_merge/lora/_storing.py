@@ -85,7 +85,7 @@ def _cut(module: Module, matrix: Tensor, added: int, ranks: Ranks, name: str) ->
     wanted = Ranks(ranks.rank, not fixed, ranks.max_error, most)
     rank = wanted.of(found)
     up, down = lowrank.cut(found, rank)
-    return replace(module, up=up, down=down, error=lowrank.cut_error(found, rank))
+    return replace(module, up=up, down=down, error=lowrank.error_of(matrix, found, rank))
 
 
 def _joined(*notes: str) -> str:

@@ -71,6 +71,49 @@ def test_a_sample_is_nearly_as_good_as_the_best(rate):
     assert lowrank.cut_error(found, 10) == pytest.approx(lowrank.residual(matrix, *lowrank.cut(found, 10)), rel=1e-6)
 
 
+# Eight singular values of 1, then eight of equal size: an error of rank 8 is √(8·t²/(8 + 8·t²)) = t/√(1 + t²).
+TAILS = [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8]
+
+
+def with_tail(rows: int, columns: int, tail: float) -> torch.Tensor:
+    u, _ = torch.linalg.qr(random(rows, 16, seed=1))
+    v, _ = torch.linalg.qr(random(columns, 16, seed=2))
+    return (u[:, :8] @ v[:, :8].T) + tail * (u[:, 8:] @ v[:, 8:].T)
+
+
+@pytest.mark.parametrize("shape", [(120, 90), (90, 300)])
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("most", [8, 12])
+def test_errors_are_right_at_any_size(shape, tail, most):
+    matrix, want = with_tail(*shape, tail), tail / math.sqrt(1 + tail**2)
+    for found in (lowrank.dense_spectrum(matrix), lowrank.sampled_spectrum(matrix, most, 0, "m")):
+        assert lowrank.error_of(matrix, found, 8) == pytest.approx(want, rel=5e-3)
+
+
+@pytest.mark.parametrize("shape", [(120, 90), (90, 300)])
+@pytest.mark.parametrize("tail", [tail for tail in TAILS if tail >= 1e-6])
+@pytest.mark.parametrize("most", [8, 12])
+def test_errors_of_float32_are_right_down_to_its_own_rounding(shape, tail, most):
+    matrix, want = with_tail(*shape, tail).float(), tail / math.sqrt(1 + tail**2)
+    for found in (lowrank.dense_spectrum(matrix), lowrank.sampled_spectrum(matrix, most, 0, "m")):
+        # The matrix itself is rounded by up to 6e-8 of its entries, and so are U's columns.
+        assert lowrank.error_of(matrix, found, 8) == pytest.approx(want, rel=5e-3, abs=2e-7)
+
+
+@pytest.mark.parametrize("tail", [1e-2, 1e-3, 1e-4])
+def test_a_small_error_is_reached_without_more_rank_than_it_takes(tail):
+    matrix = with_tail(120, 90, tail).float()
+    for found in (lowrank.dense_spectrum(matrix), lowrank.sampled_spectrum(matrix, 20, 0, "m")):
+        for allowed, rank in ((1.1 * tail, 8), (0.2 * tail, 16)):  # (16 − 15)/16 of the tail's squares is 0.35 of it
+            assert lowrank.RULES["frobenius"](found.s, math.sqrt(1 - allowed**2), found.total) == rank
+
+
+def test_nothing_is_lost_at_full_rank_nor_of_nothing():
+    matrix = random(20, 30, dtype=torch.float32)
+    assert lowrank.error_of(matrix, lowrank.dense_spectrum(matrix), 20) == 0
+    assert lowrank.error_of(matrix * 0, lowrank.dense_spectrum(matrix * 0), 5) == 0
+
+
 @pytest.mark.parametrize("shape", [(320, 900), (900, 320), (300, 300)])
 @pytest.mark.parametrize("kind", ["noise", "signal", "low rank"])
 def test_a_sample_of_float32_is_within_6_parts_of_1000(shape, kind):
