@@ -8,7 +8,7 @@ import gradio as gr
 
 from ..history import Entry, History
 from ..host import Host
-from . import cards, gr_compat, past, report_view
+from . import cards, gr_compat, past, report_view, value_view
 from .pages import Pages
 from .report_view import ALL, View
 
@@ -38,6 +38,8 @@ class ReportPage:
             self._table = gr.Dataframe(interactive=False, wrap=False, elem_id="merge_report_table")
             self._tensor = gr_compat.choice([], None, label="One tensor among all", elem_id="merge_report_tensor")
             self._spread = gr.Plot(show_label=False, elem_id="merge_report_spread")
+            self._values = gr.Plot(show_label=False, visible=False, elem_id="merge_report_values")
+            self._numbers = gr_compat.html(elem_id="merge_report_numbers")
             with gr_compat.row():
                 self._csv = gr_compat.button("All rows as CSV", size="sm", elem_id="merge_report_csv")
                 self._page = gr_compat.button("The report as HTML", size="sm", elem_id="merge_report_html")
@@ -50,17 +52,22 @@ class ReportPage:
             blocks: the Blocks the page lies in.
             pages: that tell when this page is turned to.
         """
-        pictures = [self._heatmap, self._bars, self._spread]
+        values = [self._values, self._numbers]
+        pictures = [self._heatmap, self._bars, self._spread, *values]
         table = [self._table, self._tensor]
         everything = [self._report, self._said, self._box, self._quantity, self._block, *pictures, *table, self._file]
         chosen = [self._report, self._quantity, self._block]
         gr_compat.on(self._report.input, self._open, [self._report], everything)
         gr_compat.on(self._quantity.input, self._show, chosen, [*pictures, *table])
-        gr_compat.on(self._block.input, self._narrow, chosen, [*table, self._spread])
-        gr_compat.on(self._tensor.input, self._mark, [self._report, self._quantity, self._tensor], [self._spread])
-        gr_compat.on(
-            self._table.select, self._pick, [self._report, self._quantity, self._table], [self._tensor, self._spread]
-        )
+        gr_compat.on(self._block.input, self._narrow, chosen, [*table, self._spread, *values])
+        marked = [self._tensor, self._spread, *values]
+        for event, answer, about in (
+            (self._tensor.input, self._mark, self._tensor),
+            (self._table.select, self._pick, self._table),
+        ):
+            picked = gr_compat.on(event, answer, [self._report, self._quantity, about], marked)
+            # Large files may take a while: what is chosen is shown before they are read.
+            gr_compat.on(picked.then, self._read, [self._report, self._tensor], values)
         gr_compat.on(self._csv.click, self._download_csv, [self._report], [self._file])
         gr_compat.on(self._page.click, self._download_page, [self._report], [self._file])
         pages.on_select("report", self._turned_to, [self._report, self._newest], [*everything, self._newest])
@@ -142,13 +149,29 @@ class ReportPage:
             self._table: gr.update(value=table),
             self._tensor: gr.update(choices=keys, value=first),
             self._spread: _plot(report_view.distribution(view, id, first or "")),
+            self._values: gr.update(visible=False),
+            self._numbers: cards.help_note("Press a row, or choose a tensor, to see its values.") if keys else "",
         }
 
     def _mark(self, name: Any, label: Any, key: Any) -> Updates:
         view = self._view(name)
         if view is None:
             return {self._spread: gr.update()}
-        return {self._spread: _plot(report_view.distribution(view, self._id(view, label), gr_compat.blank(key) or ""))}
+        key = gr_compat.blank(key) or ""
+        return {
+            self._spread: _plot(report_view.distribution(view, self._id(view, label), key)),
+            self._values: gr.update(visible=False),
+            self._numbers: cards.note_card(f"Values of {key}", ["They are being read …"]),
+        }
+
+    def _read(self, name: Any, key: Any) -> Updates:
+        """The values of a tensor in the inputs and in the result."""
+        view, entry, key = self._view(name), self._entries().get(gr_compat.blank(name) or ""), gr_compat.blank(key)
+        keys = [str(row["key"]) for row in view.rows] if view else []
+        if entry is None or key not in keys:
+            return {self._numbers: ""}
+        shown = value_view.values_of(entry, self._host, key, keys)
+        return {self._values: _plot(value_view.picture(shown)), self._numbers: value_view.card(shown)}
 
     def _pick(self, name: Any, label: Any, table: Any, event: gr.SelectData) -> Updates:
         """The tensor whose row was pressed; where the order that is shown is not known here, its name's cell tells."""

@@ -23,7 +23,7 @@ _DIGITS = 4
 _COLUMNS_AT_MOST = 7
 _BINS = 60
 # Read in light and in dark: plots have no background of their own.
-_INK, _LINE, _ACCENT = "#787880", "rgba(128,128,136,0.35)", "#d97706"
+_INK, LINE, _ACCENT = "#787880", "rgba(128,128,136,0.35)", "#d97706"
 _NO_PLOTLY = (
     "The pictures need the Python package plotly (pip install plotly, then restart); the table has the numbers."
 )
@@ -141,7 +141,7 @@ def drawing_problem() -> str:
     return ""
 
 
-def _figure(data: list[dict[str, Any]], height: int, title: str, **layout: Any) -> Any:
+def figure(data: list[dict[str, Any]], height: int, title: str, **layout: Any) -> Any:
     """A plotly figure; None where plotly is not installed."""
     if drawing_problem():
         return None
@@ -188,7 +188,7 @@ def heatmap(view: View, id: str) -> Any:
         # With many cells numbers would be too small to be read; the hover and the table have them.
         **({"texttemplate": "%{z:.2g}"} if len(blocks) <= _COLUMNS_AT_MOST else {}),
     }
-    return _figure(
+    return figure(
         [trace],
         150 + 16 * len(kinds),
         f"{item['label']}: {item['meaning']}",
@@ -209,12 +209,12 @@ def bars(view: View, id: str) -> Any:
         "marker": {"color": _ACCENT},
         "hovertemplate": "%{x}: %{y}<extra></extra>",
     }
-    return _figure(
+    return figure(
         [trace],
         240,
         f"{item['label']} of each block",
         xaxis={"type": "category", "tickangle": -60, "automargin": True, "showgrid": False},
-        yaxis={"automargin": True, "nticks": 5, "gridcolor": _LINE, "zerolinecolor": _LINE},
+        yaxis={"automargin": True, "nticks": 5, "gridcolor": LINE, "zerolinecolor": LINE},
     )
 
 
@@ -239,14 +239,14 @@ def distribution(view: View, id: str, key: str) -> Any:
         line = {"color": _ACCENT, "width": 3}
         mark = [{"type": "line", "x0": mine, "x1": mine, "y0": 0, "y1": 1, "yref": "paper", "line": line}]
     shown = f"{mine:.4g}" if math.isfinite(mine) else "none"
-    return _figure(
+    return figure(
         [trace],
         240,
         f"{item['label']} of all tensors; the line is {key}: {shown}",
         bargap=0,
         shapes=mark,
         xaxis={"automargin": True, "showgrid": False, "zeroline": False},
-        yaxis={"automargin": True, "nticks": 5, "gridcolor": _LINE, "title": "tensors"},
+        yaxis={"automargin": True, "nticks": 5, "gridcolor": LINE, "title": "tensors"},
     )
 
 

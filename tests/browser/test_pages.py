@@ -95,6 +95,14 @@ def test_a_run_is_found_in_the_history_verified_and_done_again(tab, server):
     tab.page.click("#merge_run_load")
     tab.wait_text("#merge_note_filled", "the run of")
     until(lambda: tab.page.locator(ALPHA).input_value() == "0.2", tab.page)
+    # a row of its report shows the values of that tensor
+    tab.turn_to("Report")
+    tab.wait_text("#merge_report_said", "away from A")
+    row = "#merge_report_table td:visible, #merge_report_table [role=gridcell]:visible"
+    tab.page.locator(row).filter(has_text="weight").first.click()
+    tab.page.wait_for_selector("#merge_report_values .main-svg")
+    said = tab.wait_text("#merge_report_numbers", "Standard deviation")
+    assert all(name in said for name in ("A: base.safetensors", "B: portraits.safetensors", f"result: {again}"))
 
 
 def test_the_names_of_the_pages_are_tabs_that_say_which_is_chosen(tab):
@@ -132,6 +140,8 @@ def test_a_report_of_thousands_of_rows_is_shown_and_the_page_goes_on(tab, server
     key = cell.inner_text().strip()
     cell.click()
     until(lambda: tab.page.locator("#merge_report_tensor input").first.input_value() == key, tab.page)
+    said = tab.wait_text("#merge_report_numbers", "is not there any more")  # no run has left this report's files
+    assert key in said
     tab.page.click("#merge_report_csv")
     link = tab.page.locator("#merge_report_file a[href]").first
     address = link.get_attribute("href")

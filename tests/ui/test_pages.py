@@ -164,3 +164,33 @@ def test_a_run_of_the_history_is_told_loaded_and_verified(pages, host):
     assert len(history._history().entries()) == 1
     history._forget(True)
     assert history._history().entries() == []
+
+
+def test_a_row_of_a_report_shows_the_values_of_its_tensor(host):
+    import gradio as gr
+
+    from lib_merge.ui import form, past
+    from lib_merge.ui.pages import Pages
+    from lib_merge.ui.report_page import ReportPage
+    from lib_merge.ui.tasks.registry import BY_ID
+
+    task = BY_ID["merge"]
+    stand = {**task.first_values(), "A": "a.safetensors", "B": "b.safetensors", "alpha": 0.5}
+    wanted = form.request(task, stand, host)
+    with past.recorded(wanted, host) as kept:
+        kept.append(wanted.run(host))
+    with gr.Blocks() as blocks:
+        pages = Pages()
+        with pages.page("report", "Report"):
+            page = ReportPage(host)
+        page.listen(blocks, pages)
+    opened = page._turned_to(None, "")
+    name, table = opened[page._report]["value"], opened[page._table]["value"]
+    assert "Press a row" in opened[page._numbers]
+    pressed = page._pick(name, None, table, type("Event", (), {"value": "w", "index": [0, 0]}))
+    assert (pressed[page._tensor]["value"], "being read" in pressed[page._numbers]) == ("w", True)
+    shown = page._read(name, "w")
+    assert shown[page._values]["visible"] is True
+    largest = [f"<td>{values((9, 9), number).max():.4g}</td>" for number in range(2)]
+    assert all(text in shown[page._numbers] for text in (*largest, "A: a.safetensors", "result: a+b"))
+    assert page._read(name, "another")[page._numbers] == ""
