@@ -232,6 +232,7 @@ def _described(made: LoraResult) -> str:
         lines.append(", ".join(f"{count} by {strategy}" for strategy, count in made.strategies.items()))
     error = f"relative error {made.error:.3g}" if made.error else "nothing cut off; its factors are rounded as stored"
     lines.append(f"{error}, largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else error)
+    lines += [] if made.rounding is None else [f"rounding to the stored dtype adds {made.rounding:.3g}"]
     lines += [f"warning: {text}" for text in made.warnings]
     lines += [f"note: {text}" for text in made.notes]
     lines.append(f"{made.output_bytes / 1e6:,.1f} MB in {made.seconds:.1f} s, peak memory {made.peak_rss_mb:.0f} MB")

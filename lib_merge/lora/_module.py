@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class Module:
         error: relative error of the cut.
         note: what the report says.
         facts: further columns of the report.
+        rounding: (‖what rounding changed‖, ‖ΔW‖ before it); None where it was not measured.
     """
 
     stem: str
@@ -53,6 +54,7 @@ class Module:
     error: float = 0.0
     note: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    rounding: tuple[float, float] | None = None
 
     @property
     def rank(self) -> int | None:
@@ -94,14 +96,18 @@ class Module:
         if self.up is None or self.down is None:
             assert self.whole is not None
             return float(torch.linalg.vector_norm(self.whole.double()))
-        scale = 1.0 if self.alpha is None else self.alpha / self.down.shape[0]
-        return abs(scale) * product_norm(self.up, self.down)
+        return self._scale * product_norm(self.up, self.down)
 
-    def rounded(self, dtype: str) -> tuple[Module, int]:
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.alpha is None or self.down is None else abs(self.alpha) / self.down.shape[0]
+
+    def rounded(self, dtype: str, measured: bool = False) -> tuple[Module, int]:
         """The module in the dtype that it is stored in, and how many values were cut to the largest one of fp8.
 
         Args:
             dtype: safetensors name.
+            measured: say how much rounding changed, unless all was in that dtype before.
 
         Raises:
             NumberError: a value is not finite, or does not fit.
@@ -113,7 +119,26 @@ class Module:
             if tensor is not None:
                 fields[name], beyond = rounded_to(tensor, dtype, f"{self.stem} ({name})")
                 saturated += beyond
-        return replace(self, **fields), saturated
+        found = replace(self, **fields)
+        if measured and any(getattr(self, name).dtype != part.dtype for name, part in fields.items()):
+            found = replace(found, rounding=self._changed_by(found))
+        return found, saturated
+
+    def _changed_by(self, stored: Module) -> tuple[float, float]:
+        """‖ΔW − ΔW as stored‖ and ‖ΔW‖, in float64.
+
+        UD − U'D' is taken as (U − U')D + U'(D − D'): no difference of large products.
+        """
+        if self.up is None or self.down is None:
+            assert self.whole is not None
+            assert stored.whole is not None
+            before = self.whole.double()
+            return float((before - stored.whole.double()).norm()), float(before.norm())
+        assert stored.up is not None
+        assert stored.down is not None
+        up, down, up_stored = self.up.double(), self.down.double(), stored.up.double()
+        left, right = torch.cat([up - up_stored, up_stored], 1), torch.cat([down, down - stored.down.double()])
+        return self._scale * product_norm(left, right), self._scale * product_norm(up, down)
 
     def moved(self, keep: Callable[[Tensor], Tensor]) -> Module:
         """The module with its tensors as `keep` hands them back."""
@@ -122,3 +147,10 @@ class Module:
             if (part := getattr(self, name)) is not None:
                 fields[name] = keep(part)
         return replace(self, **fields)
+
+
+def added_by_rounding(modules: Sequence[Module]) -> float | None:
+    """Relative error that rounding adds to the whole change, in the Frobenius norm; None: not measured."""
+    measured = [module.rounding for module in modules if module.rounding is not None]
+    size = math.hypot(*(before for _, before in measured))
+    return math.hypot(*(changed for changed, _ in measured)) / size if size else None

@@ -17,7 +17,7 @@ from ..events import Progress
 from ..execute import Running
 from ..families import Detected, block_of
 from ..files.claim import Claim
-from ..files.dtypes import BY_OPTION
+from ..files.dtypes import BY_OPTION, DTYPES
 from ..files.open import open_model
 from ..files.source import Source
 from ..lazy import torch
@@ -26,7 +26,7 @@ from ..plan import default_threads
 from ..recipe import Recipe, SaveDtype, files
 from . import _metadata, _output
 from ._inputs import Input
-from ._module import Module
+from ._module import Module, added_by_rounding
 from ._planned import LoraPlan, Planned, expected_peak
 from ._spool import Keep, Spool
 
@@ -91,6 +91,8 @@ class LoraResult:
         warnings: what the user should know; `notes` what may interest.
         error: relative error of the whole change that cutting left, in the Frobenius norm.
         worst: (module, its relative error), the largest one.
+        rounding: relative error of the whole change that rounding to the stored dtype adds, in the Frobenius norm;
+            None where it was not measured, which it is for fp8, and for others if the report was asked for.
         ranks: rank -> number of modules.
         strategies: how LoRAs were put together -> number of modules; empty for other tasks.
         rows: report, one row for each module, with its norm if the report was asked for or something
@@ -112,6 +114,7 @@ class LoraResult:
     ranks: Mapping[int, int]
     rows: Sequence[Mapping[str, Any]]
     strategies: Mapping[str, int] = field(default_factory=dict)
+    rounding: float | None = None
     sha256: str | None = None
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
@@ -130,6 +133,7 @@ class LoraResult:
             "warnings": list(self.warnings),
             "error": self.error,
             "worst": {"module": self.worst[0], "error": self.worst[1]},
+            "rounding": self.rounding,
             "ranks": {str(rank): count for rank, count in sorted(self.ranks.items())},
             "strategies": dict(self.strategies),
             "seconds": round(self.seconds, 3),
@@ -259,7 +263,9 @@ def _rounded(job: Job, dtype: str, how: Running, keep: Keep) -> tuple[list[Modul
     """What a job makes, rounded at once: a result waits in its own dtype."""
     if how.cancel.cancelled:
         raise CancelledError("the run was stopped")
-    pairs = [module.rounded(dtype) for module in job()]
+    # For others than fp8 it takes as long as half of an exact sum, and is far below what anybody sees.
+    measured = how.report or DTYPES[dtype].bits == 8
+    pairs = [module.rounded(dtype, measured) for module in job()]
     return [module.moved(keep) for module, _ in pairs], sum(beyond for _, beyond in pairs)
 
 
@@ -327,6 +333,7 @@ def _result(
         worst=(worst.stem, worst.error) if worst and worst.error else ("", 0.0),
         ranks=counts,
         strategies=dict(sorted(strategies.items())),
+        rounding=added_by_rounding(modules),
         rows=[*rows, *(full(row, work.found) for row in sorted(work.rows, key=lambda row: str(row["key"])))],
         peak_rss_mb=peak_rss_mb(),
         output_bytes=result.nbytes if result is not None else work.nbytes,

@@ -125,6 +125,7 @@ def _lora_result(made: LoraResult) -> str:
     rank = "" if not ranks else f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]} … {ranks[-1]}"
     error = f"Relative error of what was cut: {made.error:.3g}"
     error += f", largest {made.worst[1]:.3g} at {made.worst[0]}" if made.worst[1] else ""
+    error += "" if made.rounding is None else f"; rounding to the stored dtype adds {made.rounding:.3g}"
     return (
         _path(made.output)
         + line(f"{made.modules:,} modules{rank}" + (f", {made.copied:,} tensors copied" if made.copied else ""))

@@ -47,6 +47,13 @@ def test_merge_to_a_rank_says_the_error_and_writes_a_report(two, tmp_path, capsy
     lines = table.read_text().splitlines()
     assert len(lines) == 4
     assert {"key", "rank", "svd_error"} <= set(lines[0].split(","))
+    assert "rounding" not in text  # float32 stays float32
+
+
+def test_merge_to_fp8_says_what_rounding_adds(two, tmp_path, capsys):
+    out = tmp_path / "out.safetensors"
+    assert main(["lora", "merge", *map(str, two), "-o", str(out), "--save-dtype", "fp8_e4m3fn"]) == 0
+    assert "rounding to the stored dtype adds 0.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,32 @@ def test_the_result_is_the_sum(two, tmp_path, weights, method):
     assert made.error == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("wishes", [{}, {"method": "weighted_average", "lossless": True}])
+def test_what_rounding_adds_is_told(two, tmp_path, dtype, wishes):
+    exact, out = tmp_path / "exact.safetensors", tmp_path / "out.safetensors"
+    strengths = list(zip(two, (0.7, -0.4), strict=True))
+    plain = merge_loras(*strengths, out=exact, save_dtype="fp32", **wishes)
+    made = merge_loras(*strengths, out=out, save_dtype=dtype, report=True, **wishes)
+    want, got = deltas(exact), deltas(out)
+    changed = torch.cat([(got[stem] - want[stem]).flatten() for stem in want]).norm()
+    told = float(changed / torch.cat([delta.flatten() for delta in want.values()]).norm())
+    assert plain.rounding is None
+    assert (made.rounding or 0.0) == pytest.approx(told, rel=1e-3)
+    assert (made.to_dict()["rounding"] is None) == (dtype == "fp32")
+    assert (told > 0.01) == dtype.startswith("fp8")
+
+
+def test_what_rounding_adds_is_measured_for_fp8_unasked(two, tmp_path):
+    told = {
+        dtype: merge_loras(*two, out=tmp_path / f"{dtype}.safetensors", save_dtype=dtype).rounding
+        for dtype in ("fp8_e4m3fn", "fp16")
+    }
+    # Three bits after the leading one: at most 1/16 of each value, twice in a product.
+    assert 0.01 < told["fp8_e4m3fn"] < 0.125
+    assert told["fp16"] is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_strengths_1_and_0_give_the_first_one_exactly(tmp_path, dtype):
     a = make(tmp_path / "a.safetensors", 4, 3.0, 1, dtype)
