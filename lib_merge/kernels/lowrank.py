@@ -162,10 +162,9 @@ def error_of(matrix: Tensor, found: Spectrum, rank: int) -> float:
         found: its singular values, or the first of them.
         rank: how many are kept.
     """
-    if rank >= min(matrix.shape):
-        return 0.0
     error = cut_error(found, rank)
-    if not found.total or error > _BLURRED * torch.finfo(found.s.dtype).eps:
+    # What lies beyond all that were found is exact already.
+    if rank >= len(found.s) or not found.total or error > _BLURRED * torch.finfo(found.s.dtype).eps:
         return error
     return math.sqrt(missed(matrix, found.u[:, :rank]) / found.total)
 
