@@ -99,7 +99,7 @@ def test_a_run_is_found_in_the_history_verified_and_done_again(tab, server):
     tab.turn_to("Report")
     tab.wait_text("#merge_report_said", "away from A")
     row = "#merge_report_table td:visible, #merge_report_table [role=gridcell]:visible"
-    tab.page.locator(row).filter(has_text="weight").first.click()
+    tab.page.locator(row).filter(has_text="weight").nth(3).click()
     tab.page.wait_for_selector("#merge_report_values .main-svg")
     said = tab.wait_text("#merge_report_numbers", "Standard deviation")
     assert all(name in said for name in ("A: base.safetensors", "B: portraits.safetensors", f"result: {again}"))
