@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,7 +18,7 @@ from ..lazy import torch
 from .formula import Constants, Formula, Params, Seen, no_base, powered, product
 from .gaps import finite
 from .numbers import bits_of, compiled, kept, widen
-from .shares import largest_gap
+from .shares import is_measured, largest_gap
 from .sums import step_towards
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def _enhanced(a: Any, b: Any, m: Any, draw: Any, constants: Any) -> Any:
 
 
 def _enhanced_constants(params: Params, measures: Sequence[Any]) -> Constants | None:
-    if not _is_measured(measures):
+    if not is_measured(measures):
         return None
     return (measures[0], params["beta"], params["gamma"], float(params["rescale"]), params["delta"], 0.0)
 
@@ -118,16 +117,12 @@ def _kept(a: Any, b: Any, m: Any, draw: Any, constants: Any) -> Any:
 
 
 def _ties_enhanced_constants(params: Params, measures: Sequence[Any]) -> Constants | None:
-    if not _is_measured(measures) or (params["beta"] == 0 and params["epsilon"] == 1):
+    if not is_measured(measures) or (params["beta"] == 0 and params["epsilon"] == 1):
         return None
     below = _below(measures[2]) if len(measures) == 3 else 0.0
     if below is None:
         return None
     return (measures[0], params["epsilon"], params["zeta"], 0.0, params["gamma"], below)
-
-
-def _is_measured(measures: Sequence[Any]) -> bool:
-    return bool(measures) and measures[0] != 0 and not math.isinf(measures[0])
 
 
 def _below(smallest: int | None) -> float | None:

@@ -171,7 +171,7 @@ def _sum_block(a: Any, b: Any, columns: Any, at: Any, width: Any, first: Any, la
 
 @cache
 def _adds_as_torch() -> bool:
-    """True when `_sum_blocks` gives the bits of torch, whose order of addition nobody promises."""
+    """True when `_sum_block` gives the bits of torch, whose order of addition nobody promises."""
     rng = np.random.default_rng(0)
     for columns, rows in ((2, 1000), (9, 7281), (36, 1820), (320, 204), (320, 17), (1000, 65), (5000, 13)):
         a, b = rng.standard_normal((2, rows * columns), dtype=np.float32)

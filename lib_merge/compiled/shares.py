@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 f32 = np.float32
-_INFINITE = f32(np.inf)
 
 
 @register_jitable
@@ -68,7 +67,7 @@ def _comparative(a: Any, b: Any, m: Any, draw: Any, constants: Any) -> Any:
 
 
 def _comparative_constants(params: Params, measures: Sequence[Any]) -> Constants | None:
-    if not _is_measured(measures):
+    if not is_measured(measures):
         return None
     return (measures[0], float(needs_wide(params["alpha"])), params["gamma"], params["beta"])
 
@@ -87,7 +86,7 @@ def _auto(a: Any, b: Any, m: Any, draw: Any, constants: Any) -> Any:
 
 
 def _auto_constants(params: Params, measures: Sequence[Any]) -> Constants | None:
-    if not measures or not _is_measured(measures[0]):
+    if not measures or not is_measured(measures[0]):
         return None
     limits = band(measures[0].similarity, params["beta"], torch.float32)
     if limits is None:
@@ -104,7 +103,7 @@ def _manual(a: Any, b: Any, m: Any, is_open: Any, draw: Any, constants: Any) -> 
 
 
 def _manual_constants(params: Params, measures: Sequence[Any]) -> Constants | None:
-    if params["alpha"] == 1 or not measures or not _is_measured(measures[0]) or measures[0].closed:
+    if params["alpha"] == 1 or not measures or not is_measured(measures[0]) or measures[0].closed:
         return None
     return (measures[0].largest, float(needs_wide(params["alpha"])), params["delta"])
 
@@ -127,7 +126,7 @@ def _cutoff_constants(params: Params, measures: Sequence[Any]) -> Constants | No
     return (params["alpha"], float(bool(measures)))
 
 
-def _is_measured(measures: Sequence[Any]) -> bool:
+def is_measured(measures: Sequence[Any]) -> bool:
     """False where the largest difference is missing, 0 or infinite: then there is nothing to blend."""
     return bool(measures) and measures[0] != 0 and not math.isinf(measures[0])
 
